@@ -23,6 +23,7 @@ from te_core.tape.taped import Taped
 from te_core.tape.walk import NotRecordedError, facts, facts_of_scales
 from te_core.tensor import Tensor
 from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import LOW, was_freed
 
 #: Of one direction of a call; the one that was used least recently goes first.
 _MOST = 16
@@ -93,8 +94,8 @@ class Replay:
                 seen += _of_options(options, at, held, wholes, rt.device)
         except (RuntimeError, NotRecordedError):  # one has no memory, or lies elsewhere: the core's way says what it is
             return None
-        if 0 in at:  # nothing is in it, or it is a tensor without memory
-            return None
+        if 0 in at or (min(at) < LOW and any([was_freed(t) for t in held if t.__class__ in _PLAIN])):
+            return None  # nothing is in it, or it is a tensor without memory
         if rt.device.kind == "cuda":
             if bits & (taped.ALIGNED - 1):
                 return None

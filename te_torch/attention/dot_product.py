@@ -80,7 +80,7 @@ class DotProductAttention(BaseModule):
 
     gemms = 3  # two products, and their input from a projection: what FP8 attention has scales for
     module_type = "attention"
-    own_precision = True
+    own_precision = in_a_world = True
 
     def __init__(
         self,
@@ -314,8 +314,11 @@ class DotProductAttention(BaseModule):
             if _attention_backends["backend_selection_requires_update"]:
                 choose.forget()
                 _attention_backends["backend_selection_requires_update"] = False
-            return self._call((given.a, given.b, given.c), (given[3:], env.world(), choose.generation[0]))
+            return self._call((given.a, given.b, given.c), given[3:])
         return self._decide(given, precision_now(self))
+
+    def _world(self) -> Any:
+        return env.world(), choose.generation[0]
 
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
         return self._decide(Given(*inputs, *options[0]), now, (inputs, options))

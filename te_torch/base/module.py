@@ -13,7 +13,7 @@ from te_core.plan_cache import drop_oldest
 from te_core.precision import Precision
 from te_torch.autocast import Now, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopting
-from te_torch.base.parallel import TensorParallel
+from te_torch.base.parallel import TensorParallel, eagerly
 from te_torch.base.quantized_init import begin, carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.base.unit import Unit
 from te_torch.base.watching import Choice, watching
@@ -313,6 +313,9 @@ class BaseModule(TensorParallel, CallingModule):
             ran: Any = region.ran  # type: ignore[union-attr]
             ran.traced = [*[pair for pair in ran.traced if pair[0] is not state], (state, precision)]
         return Traced(state, rule)
+
+    def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+        return eagerly(self, *inputs, *options) if self.tp_size > 1 else super()._traced(inputs, options)
 
     def _of_custom(self, number: int) -> int:
         """The number of what a custom recipe's factory says for this module."""

@@ -10,7 +10,6 @@ same way: what follows along the stream has its gradient added in the norm's bac
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +19,12 @@ from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_torch.base.module import wants_grad
 from te_torch.base.plans import Drawn
+from te_torch.calls import made_of_constants
+from te_torch.doors import door
 from te_torch.draws import random_pair
 from te_torch.export import layers
-from te_torch.function import Call, Layer, apply, key_of, register
-from te_torch.runtime import LOW, constant_at_trace, freed, was_freed
+from te_torch.function import Call, Layer, apply, register
+from te_torch.runtime import LOW, freed, was_freed
 
 ADD = Layer("bias_dropout_add", core.forward, core.backward, core.AddSaved, twins=(0, 2), plain=layers.bias_dropout_add)
 
@@ -63,10 +64,7 @@ def given_of(inp: torch.Tensor | Branch) -> tuple[tuple[Any, ...], Any]:
     """A module's inputs, and of a branch the option (adds, p): what a plan compares."""
     if not isinstance(inp, Branch):
         return (inp,), None
-    bias = inp.bias
-    if bias is not None and bias.__class__ is not Parameter:
-        _check_bias(bias)
-    return (inp.x, inp.residual, bias, inp.rng), (inp.residual is not None, inp.p)
+    return (inp.x, inp.residual, inp.bias, inp.rng), (inp.residual is not None, inp.p)
 
 
 def enter_stream(inputs: tuple[Any, ...], stream: Any, x: torch.Tensor, grad: bool) -> Entry:
@@ -78,6 +76,8 @@ def enter_stream(inputs: tuple[Any, ...], stream: Any, x: torch.Tensor, grad: bo
         return Entry((False, 0.0, False, False, False), (None, None, None), (None, None, None))
     residual, bias, rng = _like(x, inputs[1]), _like(x, inputs[2]), inputs[3]
     assert residual is not None
+    if bias is not None and bias.__class__ is not Parameter:
+        _check_bias(bias)
     drawn = rng is None and p > 0.0
     if drawn:
         rng = random_pair(x)
@@ -111,13 +111,9 @@ def bias_dropout_add(
         rng = random_pair(x)
     grad = torch.is_grad_enabled()
     needs = (grad and x.requires_grad, grad and wants_grad(bias), grad and wants_grad(residual))
-    if torch.compiler.is_compiling():
-        call: Any = _traced_add(p, *needs)
-    else:
-        call = _add(p, *needs)
-        if bias is not None and bias.__class__ is not Parameter:
-            _check_bias(bias)
-    (out,) = apply(call, None, False, x, bias, residual, rng)
+    if bias is not None and bias.__class__ is not Parameter:
+        _check_bias(bias)
+    (out,) = apply(_add(p, *needs), None, False, x, bias, residual, rng)
     return out
 
 
@@ -126,7 +122,7 @@ def _like(x: torch.Tensor, t: torch.Tensor | None) -> torch.Tensor | None:
     return t if t is None or t.dtype == x.dtype else t.to(x.dtype)
 
 
-def _check_bias(bias: torch.Tensor) -> None:
+def _check_in_eager(bias: torch.Tensor) -> None:
     """A module hands over its bias, which must be there still. What FSDP1 has freed has an address (that of a part of
     nothing), and a replay looks at addresses alone; what FSDP2 has freed is a parameter of address 0.
     """
@@ -139,11 +135,13 @@ def _check_bias(bias: torch.Tensor) -> None:
         raise freed(bias)
 
 
-@lru_cache(maxsize=256)
+def _unchecked(bias: torch.Tensor) -> None:
+    """Tensors of traced code have no address."""
+
+
+_check_bias = door(_check_in_eager, _unchecked)
+
+
+@made_of_constants
 def _add(p: float, *needs: bool) -> Call:
     return register(ADD, AddSpec(p, BranchNeeds(*needs)), any(needs))
-
-
-@constant_at_trace
-def _traced_add(p: float, x: bool, bias: bool, residual: bool) -> str:
-    return key_of(_add(p, x, bias, residual))

@@ -22,6 +22,7 @@ class Unit(MarkedModule):
     """A module that keeps what it decided in its calls, as plans (te_torch/base/plans.py)."""
 
     in_regions = False  # whether regions of low precision change what it does
+    in_a_world = False  # whether `_world` says what a call depends on besides
     of_parts = False  # whether parts of it ask by themselves what a checkpoint runs again
 
     def __init__(self) -> None:
@@ -67,6 +68,9 @@ class Unit(MarkedModule):
         """Whether somebody looks on, or may."""
         return False
 
+    def _world(self) -> Any:
+        """What a call depends on besides the module, its arguments, and the modes that every plan compares."""
+
     def _changed(self, name: str) -> None:
         """An attribute has another value."""
 
@@ -74,6 +78,8 @@ class Unit(MarkedModule):
         """What this module makes of these tensors with these options, which are compared by value."""
         if torch.compiler.is_compiling():
             return self._traced(inputs, options)
+        if self.in_a_world:
+            options = (options, self._world())
         now = precision_in_eager(self, self.of_parts) if self.in_regions else NOWHERE
         if not dispatch_modes() and not functorch_active():
             for plan in self._plans:

@@ -17,6 +17,7 @@ from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
 from te_torch.base.plans import Drawn, Prepared
 from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
+from te_torch.base.unit import Unit
 from te_torch.calls import OF_NORM_LINEAR
 from te_torch.draws import random_pair
 from te_torch.export import layers
@@ -81,6 +82,16 @@ class NormParameters(BaseModule):
         if gamma.dtype != dtype:
             self._require_autocast("layer_norm_weight", gamma, dtype)  # the norm itself takes any dtype
         return gamma, self._tensor("layer_norm_bias")
+
+    def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+        """As any module's; a compiler sees the sum of a branch as an operation of its own, and fuses around it."""
+        *given, stream = options
+        if stream is None:
+            return eagerly(self, *inputs, *given) if self.tp_size > 1 else Unit._traced(self, inputs, options)
+        x, residual, bias, rng = inputs
+        total = Branch(x, residual, bias, stream[1], rng).added()
+        out = self.forward(total, *given)
+        return (*out, total) if isinstance(out, tuple) else (out, total)
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -169,12 +180,6 @@ class LayerNormLinear(NormParameters, SplitParameters):
                     "fp8_grad with a plain input",
                     "leave fp8_grad out: a stream's gradient stays in high precision",
                 )
-            if torch.compiler.is_compiling():  # a compiler sees the two operations, and fuses around them
-                total = inp.added()
-                out = self.forward(total, is_first_microbatch, fp8_output)
-                return (*out, total) if isinstance(out, tuple) else (out, total)
-        if self.tp_size > 1 and torch.compiler.is_compiling():
-            return eagerly(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         inputs, stream = given_of(inp)
         return self._call(inputs, (is_first_microbatch, fp8_output, fp8_grad, stream))
 

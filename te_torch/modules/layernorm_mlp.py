@@ -14,7 +14,6 @@ from te_core.ops.activation import GATED, KINDS, Clamp
 from te_torch.autocast import Now
 from te_torch.base.module import normal_init, wants_grad
 from te_torch.base.options import check_options
-from te_torch.base.parallel import eagerly
 from te_torch.base.plans import Drawn, Prepared
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
@@ -148,12 +147,6 @@ class LayerNormMLP(NormParameters):
 
         For a `Branch` the sum that it stands for comes last.
         """
-        if isinstance(inp, Branch) and torch.compiler.is_compiling():
-            total = inp.added()  # a compiler sees the two operations, and fuses around them
-            out = self.forward(total, is_first_microbatch)
-            return (*out, total) if isinstance(out, tuple) else (out, total)
-        if self.tp_size > 1 and torch.compiler.is_compiling():
-            return eagerly(self, inp, is_first_microbatch)
         inputs, stream = given_of(inp)
         return self._call(inputs, (is_first_microbatch, stream))
 

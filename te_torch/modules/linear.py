@@ -15,13 +15,13 @@ from te_torch.autocast import Now
 from te_torch.base.module import BaseModule, normal_init
 from te_torch.base.options import check_options, mode_of
 from te_torch.base.original_input import keeps_original
-from te_torch.base.parallel import eagerly
 from te_torch.base.plans import Drawn, Prepared
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.watching import Choice
 from te_torch.base.weights import check_whole
 from te_torch.calls import OF_LINEAR
 from te_torch.carried import HANDING
+from te_torch.doors import either
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
@@ -191,10 +191,14 @@ def returned_bias(module: BaseModule, bias: torch.Tensor) -> torch.Tensor:
     parameter itself would be none any more, and backward would not end.
     """
     if module._frees_parameters or (
-        bias.__class__ is not Parameter and not torch.compiler.is_compiling() and bias._is_view()  # no graph break
+        bias.__class__ is not Parameter and either(torch.Tensor._is_view, _never)(bias)  # no graph break
     ):
         return bias.clone()
     return bias if torch.is_grad_enabled() else bias.detach()
+
+
+def _never(bias: torch.Tensor) -> bool:
+    return False
 
 
 def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
@@ -290,8 +294,6 @@ class Linear(SplitParameters):
         fp8_grad: bool = False,
     ) -> Any:
         """out [*, out_features], or (out, bias) with `return_bias`, where the bias is not added."""
-        if self.tp_size > 1 and torch.compiler.is_compiling():
-            return eagerly(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         return self._call((inp,), (is_first_microbatch, fp8_output, fp8_grad))
 
     def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:

@@ -118,7 +118,7 @@ class TransformerLayer(Unit):
     """
 
     one_node = True
-    in_regions = of_parts = True
+    in_regions = of_parts = in_a_world = True
     _rows: int | None = None  # of the sequence that this rank is to be given
 
     def __init__(
@@ -348,8 +348,7 @@ class TransformerLayer(Unit):
         if rotary_pos_emb is None:
             angles = ()
         if (
-            torch.compiler.is_compiling()
-            or not self.one_node
+            not self.one_node
             or offloading.active.context is not None
             or not all([given[i] is None for i in _TENSORS])
             or not (len(angles) in (0, 2) and all([isinstance(t, torch.Tensor) for t in angles]))
@@ -357,18 +356,14 @@ class TransformerLayer(Unit):
             return self._run_parts(hidden_states, given)
         if angles:
             given = (*given[:_ANGLES], None, *given[_ANGLES + 1 :])
-        y: torch.Tensor = self._call((hidden_states, *angles), (given, env.world(), choose.generation[0]))
+        y: torch.Tensor = self._call((hidden_states, *angles), given)
         return y
 
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
         """Run the parts, and see whether they can run as one from now on."""
         before, noting.calls = noting.calls, []
         try:
-            x, *angles = inputs
-            given = options[0]
-            if angles:
-                given = (*given[:_ANGLES], tuple(angles), *given[_ANGLES + 1 :])
-            y = self._run_parts(x, given)
+            y = self._traced(inputs, options[0])
             calls = noting.calls
         finally:
             noting.calls = before
@@ -378,6 +373,15 @@ class TransformerLayer(Unit):
             if plan is not None:
                 self._plan_first(plan)
         return y
+
+    def _world(self) -> Any:
+        return env.world(), choose.generation[0]
+
+    def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+        x, *angles = inputs
+        if angles:
+            options = (*options[:_ANGLES], tuple(angles), *options[_ANGLES + 1 :])
+        return self._run_parts(x, options)
 
     def _run_parts(self, hidden_states: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
         """The layer's output, part by part; `given`: forward's other arguments."""

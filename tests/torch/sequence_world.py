@@ -463,7 +463,7 @@ class World:
 def forget(module: torch.nn.Module) -> None:
     """A call of the reference is the first of its kind: what modules keep of earlier calls is taken from them."""
     for part in module.modules():
-        for name in ("_calls", "_plans"):
+        for name in ("_calls", "_choices"):
             if isinstance(kept := vars(part).get(name), dict):
                 kept.clear()
 
