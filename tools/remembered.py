@@ -26,12 +26,12 @@ PACKAGES = ("te_core", "te_torch")
 
 #: How many places of a kind there may be. Who removes some lowers it.
 MOST = {
-    "cached function": 25,
-    "container": 44,
-    "rebound name": 23,
+    "cached function": 23,
+    "container": 41,
+    "rebound name": 22,
     "PlanCache": 6,
-    "plans.get": 43,
-    "asks is_compiling": 27,
+    "plans.get": 42,
+    "asks is_compiling": 4,
 }
 #: These two are what "remembers something between calls" counts.
 REMEMBERING = ("cached function", "container")
