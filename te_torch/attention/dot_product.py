@@ -80,7 +80,7 @@ class DotProductAttention(BaseModule):
 
     gemms = 3  # two products, and their input from a projection: what FP8 attention has scales for
     module_type = "attention"
-    own_precision = in_a_world = True
+    own_precision = _in_a_world = True
 
     def __init__(
         self,

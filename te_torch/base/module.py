@@ -136,7 +136,7 @@ def _trace_call(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...]) -> str:
 class BaseModule(TensorParallel, CallingModule):
     """A module whose GEMMs run in the precision of the active region."""
 
-    in_regions = True
+    _in_regions = True
     gemms = 1  # matrix products with scaling state of their own
     module_type = "linear"  # what a custom recipe's factory is told
     own_precision = False  # another one follows from the region's, by `_of_custom`, whatever the recipe is
@@ -173,7 +173,7 @@ class BaseModule(TensorParallel, CallingModule):
     # ------------------------------------------------------------------------------------ inspectors
 
     @property
-    def inspected(self) -> bool:
+    def _inspected(self) -> bool:
         """Whether somebody looks on, or may."""
         return self.inspector is not None
 

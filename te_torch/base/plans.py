@@ -145,7 +145,7 @@ class Plan:
 
     def _found(self, names: list[Any], unit: Any) -> tuple[Any, ...]:
         """How parameters of these names are found."""
-        #: Not all are parameters: FSDP1 has views in their place, a parametrization computes them.
+        #: Not all are parameters: FSDP1 has views in their place.
         self._elsewhere = any(unit._parameters.get(name) is None for name in names)
         return tuple(names)
 
@@ -154,7 +154,9 @@ class Plan:
         cls, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
     ) -> Plan | None:
         """The plan of this call; None where the next one has to look at everything again."""
-        if unit.inspected or isinstance(prepared.state, Counted) or any(s is UNKNOWN for s in prepared.sources):
+        if unit._inspected or isinstance(prepared.state, Counted) or any(s is UNKNOWN for s in prepared.sources):
+            return None
+        if hasattr(unit, "parametrizations"):  # each look at such a parameter computes it
             return None
         found = cls(unit, prepared, inputs, options, now)
         return found if found._amp is not None or not found._casts else None
@@ -175,6 +177,7 @@ class Plan:
         if (
             number != self._number
             or unit._version != self._version
+            or unit.__dict__.get("inspector") is not None  # debugging sets it past `__setattr__`, in each iteration
             or recompute is not self._recompute
             or _grad_on() is not self._grad
             or _amp_on() is not self._amp_on

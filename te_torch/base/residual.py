@@ -13,18 +13,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Parameter
 
 from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_torch.base.module import wants_grad
 from te_torch.base.plans import Drawn
 from te_torch.calls import made_of_constants
-from te_torch.doors import door
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
-from te_torch.runtime import LOW, freed, was_freed
 
 ADD = Layer("bias_dropout_add", core.forward, core.backward, core.AddSaved, twins=(0, 2), plain=layers.bias_dropout_add)
 
@@ -76,8 +73,6 @@ def enter_stream(inputs: tuple[Any, ...], stream: Any, x: torch.Tensor, grad: bo
         return Entry((False, 0.0, False, False, False), (None, None, None), (None, None, None))
     residual, bias, rng = _like(x, inputs[1]), _like(x, inputs[2]), inputs[3]
     assert residual is not None
-    if bias is not None and bias.__class__ is not Parameter:
-        _check_bias(bias)
     drawn = rng is None and p > 0.0
     if drawn:
         rng = random_pair(x)
@@ -111,8 +106,6 @@ def bias_dropout_add(
         rng = random_pair(x)
     grad = torch.is_grad_enabled()
     needs = (grad and x.requires_grad, grad and wants_grad(bias), grad and wants_grad(residual))
-    if bias is not None and bias.__class__ is not Parameter:
-        _check_bias(bias)
     (out,) = apply(_add(p, *needs), None, False, x, bias, residual, rng)
     return out
 
@@ -120,26 +113,6 @@ def bias_dropout_add(
 def _like(x: torch.Tensor, t: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor in the dtype of x."""
     return t if t is None or t.dtype == x.dtype else t.to(x.dtype)
-
-
-def _check_in_eager(bias: torch.Tensor) -> None:
-    """A module hands over its bias, which must be there still. What FSDP1 has freed has an address (that of a part of
-    nothing), and a replay looks at addresses alone; what FSDP2 has freed is a parameter of address 0.
-    """
-    try:
-        if bias.data_ptr() >= LOW:
-            return
-    except RuntimeError:  # the layer says what it is
-        return
-    if was_freed(bias):
-        raise freed(bias)
-
-
-def _unchecked(bias: torch.Tensor) -> None:
-    """Tensors of traced code have no address."""
-
-
-_check_bias = door(_check_in_eager, _unchecked)
 
 
 @made_of_constants

@@ -21,9 +21,9 @@ _NO_OPTIONS = torch.Tensor, torch.nn.Module
 class Unit(MarkedModule):
     """A module that keeps what it decided in its calls, as plans (te_torch/base/plans.py)."""
 
-    in_regions = False  # whether regions of low precision change what it does
-    in_a_world = False  # whether `_world` says what a call depends on besides
-    of_parts = False  # whether parts of it ask by themselves what a checkpoint runs again
+    _in_regions = False  # whether regions of low precision change what it does
+    _in_a_world = False  # whether `_world` says what a call depends on besides
+    _of_parts = False  # whether parts of it ask by themselves what a checkpoint runs again
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Unit(MarkedModule):
                 self._changed(name)
 
     @property
-    def inspected(self) -> bool:
+    def _inspected(self) -> bool:
         """Whether somebody looks on, or may."""
         return False
 
@@ -78,9 +78,9 @@ class Unit(MarkedModule):
         """What this module makes of these tensors with these options, which are compared by value."""
         if torch.compiler.is_compiling():
             return self._traced(inputs, options)
-        if self.in_a_world:
+        if self._in_a_world:
             options = (options, self._world())
-        now = precision_in_eager(self, self.of_parts) if self.in_regions else NOWHERE
+        now = precision_in_eager(self, self._of_parts) if self._in_regions else NOWHERE
         if not dispatch_modes() and not functorch_active():
             for plan in self._plans:
                 outputs = plan.run(self, inputs, options, now)
@@ -103,7 +103,7 @@ class Unit(MarkedModule):
 
     def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         """The same in traced code."""
-        made = self._prepare(inputs, options, precision_now(self) if self.in_regions else NOWHERE)
+        made = self._prepare(inputs, options, precision_now(self) if self._in_regions else NOWHERE)
         return self._returned(apply(made.call, made.state, made.recompute, *made.tensors, extra=made.extra), inputs)
 
     def _plan(self, made: Prepared, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> None:

@@ -118,7 +118,7 @@ class TransformerLayer(Unit):
     """
 
     one_node = True
-    in_regions = of_parts = in_a_world = True
+    _in_regions = _of_parts = _in_a_world = True
     _rows: int | None = None  # of the sequence that this rank is to be given
 
     def __init__(

@@ -123,7 +123,7 @@ def composed(layer: Any, inputs: Sequence[torch.Tensor], y: Any, noted: list[Not
     units = parts_of(layer)
     if units is None or not all(map(_is_plain, calls)):
         return None
-    if any(n.unit is not part or part.inspected for n, part in zip(calls, units[1:], strict=False)):
+    if any(n.unit is not part or part._inspected for n, part in zip(calls, units[1:], strict=False)):
         return None
     stream, bias, rng_after = mlp.inputs[8:11]
     own_rng = mlp.sources[10]
@@ -208,6 +208,7 @@ def parts_of(layer: Any) -> list[Any] | None:
 
 # ------------------------------------------------------------------------------------------------------ the plan
 
+_inspector_of = attrgetter("inspector")
 _version_of, _facts_of = attrgetter("_version"), attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 _GLOBAL_HOOKS = (
     hooks._global_forward_hooks,
@@ -267,6 +268,7 @@ class LayerPlan(Plan):
             or own.get("layernorm_mlp") is not parts[4]
             or not all(map(is_, map(dict.get, self._parents, _NAMES), parts[1:4]))
             or [*map(_version_of, parts)] != self._versions
+            or any(map(_inspector_of, parts[1:]))
             or any(self._hooks)
             or active.running is not None
             or in_backward()

@@ -147,7 +147,7 @@ def spread(rank: Rank, name: str | None) -> tuple[set[str], int]:
         for _ in range(4):
             run()
         said = min([worded(run) for _ in range(2)], key=len)
-        with mock.patch.object(Taped, "known_as", autospec=True, side_effect=Taped.known_as) as long:
+        with mock.patch.object(Taped, "ran", autospec=True, side_effect=Taped.ran) as long:
             run()
         return said, long.call_count
 

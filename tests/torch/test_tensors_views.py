@@ -18,6 +18,7 @@ import te_torch.tensors as T
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Float8CurrentScaling
 from te_torch.tensors import utils
+from te_torch.utils import torch_version
 from tests.covering import covering
 from tests.torch.test_tensors import on_devices, values
 from tests.torch.test_tensors_dispatch import ALL, all_makers, pointers
@@ -320,6 +321,7 @@ def test_parts_and_shapes_are_compiled(compiled: Any) -> None:
     assert torch.equal(t.dequantize()[8:], plain[8:]) and torch.equal(t[:8].dequantize(), plain[:8] * -0.5)
 
 
+@pytest.mark.skipif(torch_version() < (2, 13), reason="torch before 2.13 hashes sizes where it makes fake tensors")
 def test_tensors_are_made_of_buffers_of_any_size_in_compiled_code(compiled: Any) -> None:
     def values_of(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return T.Float8Tensor(
