@@ -302,6 +302,18 @@ def test_gradients_that_lie_crooked(used: Used, recipe: str | None, offsets: tup
     assert used.backward >= 8
 
 
+def test_options_of_a_call(used: Used) -> None:
+    """A call with another option is not the one before it, though all its tensors are alike."""
+    module, q = te.DotProductAttention(2, 16, attn_mask_type="causal"), drawn(ROWS, 2, 2, 16)
+
+    def program() -> Any:
+        kinds = (None, "no_mask", "causal", "causal_bottom_right", "no_mask", None)
+        return [module(q, q, q, attn_mask_type=kind) for _ in range(3) for kind in kinds]
+
+    same(program)
+    assert used.forward > 10
+
+
 def test_a_tensor_without_memory_is_refused_as_ever(used: Used) -> None:
     module = made("Linear")
     steps(module, 3, None)
