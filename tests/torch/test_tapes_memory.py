@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import te_torch as te
 from te_core.tape import recorder, taped
 from te_core.tape.walk import NotRecordedError
-from te_torch import runtime
+from te_torch import replays, runtime
 from tests.covering import covering
 from tests.null_device import null_device
 from tests.recipes import KINDS, RECIPES, region
@@ -299,6 +299,7 @@ def test_changing_shapes_hold_memory_flat(monkeypatch: pytest.MonkeyPatch) -> No
     slowly, with tapes or without: so the least of three epochs is compared, when some have passed.
     """
     monkeypatch.setattr(taped, "_MOST_TAPES", 12)
+    monkeypatch.setattr(replays, "_MOST", 4)
     draw = random.Random(0)
     lengths = draw.sample(range(1, 100), 20)
     module = made("LayerNormMLP gated")
