@@ -132,6 +132,11 @@ class _Noting(threading.local):
 
     calls: list[Noted] | None = None
 
+    def by(self, unit: Any, sources: Sequence[Any]) -> None:
+        """Say which module made the last call, and where its inputs came from."""
+        if self.calls:
+            self.calls[-1] = self.calls[-1]._replace(unit=unit, sources=sources)
+
 
 noting = _Noting()
 

@@ -80,7 +80,7 @@ class DotProductAttention(BaseModule):
 
     gemms = 3  # two products, and their input from a projection: what FP8 attention has scales for
     module_type = "attention"
-    own_precision = _in_a_world = True
+    own_precision = _reads_settings = True
 
     def __init__(
         self,
@@ -317,8 +317,8 @@ class DotProductAttention(BaseModule):
             return self._call((given.a, given.b, given.c), given[3:])
         return self._decide(given, precision_now(self))
 
-    def _world(self) -> Any:
-        return env.world(), choose.generation[0]
+    def _settings(self) -> Any:
+        return env.settings(), choose.generation[0]
 
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
         return self._decide(Given(*inputs, *options[0]), now, (inputs, options))
@@ -342,8 +342,7 @@ class DotProductAttention(BaseModule):
             tensors, (inputs, options) = given[:3], plain
             sources = tuple(None if t is None else i for i, t in enumerate(tensors))
             made = Prepared(plan.call, None, now[1], tensors, sources, shaped=True, last=(("_last_plan", plan),))
-            if noting.calls is not None:
-                noting.calls[-1] = noting.calls[-1]._replace(unit=self, sources=sources)
+            noting.by(self, sources)
             self._plan(made, inputs, options, now)
         return found
 

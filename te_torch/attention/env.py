@@ -92,7 +92,7 @@ def now() -> Switches:
     return found
 
 
-def world() -> tuple[Any, ...]:
+def settings() -> tuple[Any, ...]:
     """What attention depends on besides its module and its arguments: equal as long as nothing of it changes."""
     return snapshot(), _fp8_snapshot(), torch.are_deterministic_algorithms_enabled()
 

@@ -40,10 +40,10 @@ class Of(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Source of a layer's input that is a random pair, drawn in this fork; those of a low `turn` are drawn first."""
+    """Source of a layer's input that is a random pair, drawn in this fork; those of a low `order` are drawn first."""
 
     fork: Fork | None
-    turn: int = 0
+    order: int = 0
 
 
 class Prepared(NamedTuple):
@@ -113,7 +113,7 @@ class Plan:
         draws = [i for i, s in enumerate(sources) if isinstance(s, Drawn)]
         #: Pairs that stand for those to come until a call is known to fit: what does not run draws nothing.
         self._samples = [tensors[i] for i in draws]
-        self._drawn = tuple((i, sources[i].fork) for i in sorted(draws, key=lambda i: sources[i].turn))
+        self._drawn = tuple((i, sources[i].fork) for i in sorted(draws, key=lambda i: sources[i].order))
         place, pairs = len(inputs), len(inputs) + sum(map(len, groups))
         joined = pairs + len(draws)
         order: list[int] = []
@@ -227,14 +227,9 @@ class Plan:
         return None
 
     def _state(self, unit: Any, region: Any, read: Any, recompute: bool) -> Any:
-        """The scaling state, told that it ran; None if it is another one's."""
-        state = unit._modules["fp8_state"]
-        if state is None or state.precision is not self._rule or (unit._primary and unit._linked != state.layout):
-            return None
-        if region is not None and region.ran is not None:
-            region.ran.states[state.token] = None
-            state.__dict__["group"] = region.group
-        return state if read is None else read.of_state(state, recompute)
+        """The scaling state as this call reads it; None if it follows another rule."""
+        state = state_of(unit, self._rule, region)
+        return state if read is None or state is None else read.of_state(state, recompute)
 
     def _made(self, pool: list[Any]) -> bool:
         """Convert what torch.autocast converts, and join what is joined; False if autocast has another dtype now."""
@@ -259,6 +254,17 @@ class Plan:
                 place = next(n for n, t in enumerate(held) if t is sample)
                 at[place], held[place] = pair.data_ptr(), pair
         return tuple(given)
+
+
+def state_of(unit: Any, rule: Any, region: Any) -> Any:
+    """A module's scaling state, which the region is told of; None if the state follows another rule."""
+    state = unit._modules["fp8_state"]
+    if state is None or state.precision is not rule or (unit._primary and unit._linked != state.layout):
+        return None
+    if region is not None and region.ran is not None:
+        region.ran.states[state.token] = None
+        state.__dict__["group"] = region.group
+    return state
 
 
 def shapes_of(inputs: Sequence[Any]) -> list[Any]:

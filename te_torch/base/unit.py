@@ -22,8 +22,8 @@ class Unit(MarkedModule):
     """A module that keeps what it decided in its calls, as plans (te_torch/base/plans.py)."""
 
     _in_regions = False  # whether regions of low precision change what it does
-    _in_a_world = False  # whether `_world` says what a call depends on besides
-    _of_parts = False  # whether parts of it ask by themselves what a checkpoint runs again
+    _reads_settings = False  # whether environment variables change what it does: see `_settings`
+    _has_parts = False  # whether parts of it ask by themselves what a checkpoint runs again
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class Unit(MarkedModule):
         """Whether somebody looks on, or may."""
         return False
 
-    def _world(self) -> Any:
-        """What a call depends on besides the module, its arguments, and the modes that every plan compares."""
+    def _settings(self) -> Any:
+        """What environment variables and torch say that this module's calls depend on."""
 
     def _changed(self, name: str) -> None:
         """An attribute has another value."""
@@ -78,9 +78,9 @@ class Unit(MarkedModule):
         """What this module makes of these tensors with these options, which are compared by value."""
         if torch.compiler.is_compiling():
             return self._traced(inputs, options)
-        if self._in_a_world:
-            options = (options, self._world())
-        now = precision_in_eager(self, self._of_parts) if self._in_regions else NOWHERE
+        if self._reads_settings:
+            options = (options, self._settings())
+        now = precision_in_eager(self, self._has_parts) if self._in_regions else NOWHERE
         if not dispatch_modes() and not functorch_active():
             for plan in self._plans:
                 outputs = plan.run(self, inputs, options, now)
@@ -96,8 +96,7 @@ class Unit(MarkedModule):
         made = self._prepare(inputs, options, now)
         call, tensors = made.call, made.tensors
         outputs = apply(call, made.state, made.recompute, *tensors, extra=made.extra, caller=self._token)
-        if noting.calls is not None:
-            noting.calls[-1] = noting.calls[-1]._replace(unit=self, sources=made.sources)
+        noting.by(self, made.sources)
         self._plan(made, inputs, options, now)
         return self._returned(outputs, inputs)
 

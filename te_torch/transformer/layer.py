@@ -118,7 +118,7 @@ class TransformerLayer(Unit):
     """
 
     one_node = True
-    _in_regions = _of_parts = _in_a_world = True
+    _in_regions = _has_parts = _reads_settings = True
     _rows: int | None = None  # of the sequence that this rank is to be given
 
     def __init__(
@@ -374,8 +374,8 @@ class TransformerLayer(Unit):
                 self._plan_first(plan)
         return y
 
-    def _world(self) -> Any:
-        return env.world(), choose.generation[0]
+    def _settings(self) -> Any:
+        return env.settings(), choose.generation[0]
 
     def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         x, *angles = inputs

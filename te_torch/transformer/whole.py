@@ -40,7 +40,7 @@ from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.fused import ATTENTION
 from te_torch.attention.rope import SPLIT_QKV
 from te_torch.autocast import Now, active
-from te_torch.base.plans import Drawn, Of, Plan, Prepared
+from te_torch.base.plans import Drawn, Of, Plan, Prepared, state_of
 from te_torch.base.residual import ADD
 from te_torch.calls import Layer, register
 from te_torch.function import Noted, apply
@@ -49,6 +49,7 @@ from te_torch.modules.layernorm_mlp import MLP, LayerNormMLP
 from te_torch.modules.linear import LINEAR, Linear
 from te_torch.reruns import in_backward, saved_by_hooks
 from te_torch.state import ScalingState, States
+from te_torch.transformer.multihead import MultiheadAttention
 
 # ------------------------------------------------------------------------------------------------ the core's layer
 
@@ -157,8 +158,8 @@ def composed(layer: Any, inputs: Sequence[torch.Tensor], y: Any, noted: list[Not
     of_closing = None if closing.inputs[1] is None else Of(mlp.unit, ("fc2_bias",))
     rng_closing = closing.inputs[3]
     sources = [
-        *(0, *s_qkv[1:5], _turn(s_qkv[5], 0), s_proj[1], of_bias, _turn(s_proj[3], 1)),
-        *(None if rng_after is None else Drawn(None, 2), *s_mlp[1:6], of_closing, _turn(s_mlp[7], 3)),
+        *(0, *s_qkv[1:5], _in_order(s_qkv[5], 0), s_proj[1], of_bias, _in_order(s_proj[3], 1)),
+        *(None if rng_after is None else Drawn(None, 2), *s_mlp[1:6], of_closing, _in_order(s_mlp[7], 3)),
         *(None if rng_closing is None else Drawn(None, 4), *((1, 2) if angles else (None, None))),
     ]
     tensors = [
@@ -188,8 +189,12 @@ def _of(unit: Any, source: Any) -> Any:
     return Of(unit, names) if names.__class__ is tuple else source
 
 
-def _turn(source: Any, turn: int) -> Any:
-    return source._replace(turn=turn) if isinstance(source, Drawn) else source
+def _in_order(source: Any, order: int) -> Any:
+    return source._replace(order=order) if isinstance(source, Drawn) else source
+
+
+#: The attention block's parts, by name.
+_OF_ATTENTION = ("layernorm_qkv", "core_attention", "proj")
 
 
 def parts_of(layer: Any) -> list[Any] | None:
@@ -198,12 +203,11 @@ def parts_of(layer: Any) -> list[Any] | None:
     mlp: Any = layer._modules.get("layernorm_mlp")
     if block is None or mlp is None:
         return None
-    names = ("layernorm_qkv", "core_attention", "proj")
-    found = [block, *[block._modules.get(name) for name in names], mlp]
-    kinds = (type(block), LayerNormLinear, DotProductAttention, Linear, LayerNormMLP)
-    own = all(part.__class__ is kind for part, kind in zip(found, kinds, strict=True))
-    changed = [p for p in found if p is not None and {"forward", "_compiled_call_impl"} & p.__dict__.keys()]
-    return found if own and not changed else None
+    found = [block, *map(block._modules.get, _OF_ATTENTION), mlp]
+    kinds = (MultiheadAttention, LayerNormLinear, DotProductAttention, Linear, LayerNormMLP)
+    if not all(part.__class__ is kind for part, kind in zip(found, kinds, strict=True)):
+        return None
+    return None if any({"forward", "_compiled_call_impl"} & part.__dict__.keys() for part in found) else found
 
 
 # ------------------------------------------------------------------------------------------------------ the plan
@@ -216,7 +220,8 @@ _GLOBAL_HOOKS = (
     hooks._global_backward_hooks,
     hooks._global_backward_pre_hooks,
 )
-#: Gradients of one node arrive together. Of so many bytes, what is there before them would raise the peak.
+#: Gradients of one node arrive together. Of more bytes than these, the peak would rise where gradients are there before
+#: them, or where a hook uses up each as it arrives.
 _SMALL = 32 << 20
 
 
@@ -266,14 +271,14 @@ class LayerPlan(Plan):
         if (
             own.get("self_attention") is not parts[0]
             or own.get("layernorm_mlp") is not parts[4]
-            or not all(map(is_, map(dict.get, self._parents, _NAMES), parts[1:4]))
+            or not all(map(is_, map(dict.get, self._parents, _OF_ATTENTION), parts[1:4]))
             or [*map(_version_of, parts)] != self._versions
             or any(map(_inspector_of, parts[1:]))
             or any(self._hooks)
             or active.running is not None
             or in_backward()
             or saved_by_hooks()
-            or (self._large and self._has_gradients())
+            or (self._large and self._wants_parts())
         ):
             return None
         outputs = Plan.run(self, unit, inputs, options, now)
@@ -287,26 +292,19 @@ class LayerPlan(Plan):
             return None
         return apply(self.call, state, False, *self._with_draws(tensors, None), caller=unit._token)
 
-    def _has_gradients(self) -> bool:
-        parameters = map(dict.get, self._dicts, self._names)
-        return any(p is not None and p.grad is not None for p in parameters)
+    def _wants_parts(self) -> bool:
+        """Whether gradients are there already, or are used up as they arrive (an optimizer inside of backward)."""
+        parameters = [p for p in map(dict.get, self._dicts, self._names) if p is not None]
+        return any(p.grad is not None or p._post_accumulate_grad_hooks for p in parameters)
 
     def _state(self, unit: Any, region: Any, read: Any, recompute: bool) -> Any:
         states: list[Any] = []
         for part, rule in self._rule:
-            state = None
-            if rule is not None:
-                state = part._modules["fp8_state"]
-                if state is None or state.precision is not rule or (part._primary and part._linked != state.layout):
-                    return None
-                if region is not None and region.ran is not None:
-                    region.ran.states[state.token] = None
-                    state.__dict__["group"] = region.group
+            state = None if rule is None else state_of(part, rule, region)
+            if state is None and rule is not None:
+                return None
             states.append(state)
         return States(states)
-
-
-_NAMES = ("layernorm_qkv", "core_attention", "proj")
 
 
 def _is_there(t: torch.Tensor | None) -> bool:

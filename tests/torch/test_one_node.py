@@ -131,6 +131,31 @@ def _of_ones_own(m: Any) -> Any:
     return undo
 
 
+class Counting(te.MultiheadAttention):
+    """An attention block that does something besides."""
+
+    calls = 0
+
+    def forward(self, *given: Any, **more: Any) -> Any:
+        self.__dict__["calls"] += 1
+        return super().forward(*given, **more)
+
+
+def _of_another_class(m: Any) -> Any:
+    m.self_attention.__class__ = Counting
+    m.self_attention.__dict__["calls"] = 0
+    m.one_node = False
+    m.one_node = True  # as any attribute that is set, it has plans made anew
+
+    def undo() -> None:
+        assert m.self_attention.calls == 3
+        m.self_attention.__class__ = te.MultiheadAttention
+        m.one_node = False
+        m.one_node = True
+
+    return undo
+
+
 def _apart(m: Any) -> Any:
     m.one_node = False
     return lambda: setattr(m, "one_node", True)
@@ -148,7 +173,10 @@ class Doubled(torch.nn.Module):
         return out * 2, bias
 
 
-@pytest.mark.parametrize("change", [_hooked, _exchanged, _observed, _globally, _of_ones_own, _apart])
+CHANGES = [_hooked, _exchanged, _observed, _globally, _of_ones_own, _of_another_class, _apart]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_parts_run_where_something_asks_for_them(change: Callable[[Any], Callable[[], None]]) -> None:
     module = layer()
     assert [nodes(module) for _ in range(3)][1:] == [1, 1]
@@ -213,6 +241,12 @@ def test_large_gradients_are_not_held_beside_others(monkeypatch: pytest.MonkeyPa
     assert nodes(module) == 1
     step(module, x)
     assert nodes(module) == 5
+    module.zero_grad(set_to_none=True)
+    assert nodes(module) == 1
+    hook = module.layernorm_mlp.fc1_weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    assert nodes(module) == 5
+    hook.remove()
+    assert nodes(module) == 1
 
 
 def test_nothing_holds_the_layer() -> None:
