@@ -30,6 +30,7 @@ from te_torch.amax_disagreement import Entry, Report, told
 from te_torch.exchange import all_gather_object, all_reduce, keep_for_graphs, of_group
 from te_torch.module_paths import places
 
+_AVAILABLE = dist.is_available()
 _REDUCTIONS = ("forward amax reduction", "backward amax reduction")  # in errors
 _SMALLEST = 1024  # numbers in a buffer; doubled until what ran fits
 _AGREE = 5  # numbers that have to be equal on all ranks: two words of a digest, direction, modules, regions abandoned
@@ -40,13 +41,13 @@ _PLANS = 16  # that a state keeps
 
 def spans_ranks(group: Any) -> bool:
     """Whether a group (None: the default one) has several processes, this one among them."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return _AVAILABLE and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def checked_group(group: Any) -> Any:
     """An `amax_reduction_group`, once it is clear that it is a process group (or torch's mark of one that this process
     is not in). Outside of a distributed job nobody would ask it anything."""
-    if dist.is_available() and (isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
+    if _AVAILABLE and (isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
         return group
     raise ArgumentError(
         "autocast",
@@ -61,7 +62,7 @@ def reduce(states: list[Any], direction: int, key: tuple[int, ...]) -> None:
 
     `key` names the direction and the states by their tokens.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (_AVAILABLE and dist.is_initialized()):
         return
     found = states[0].update_plans
     whole = ("reduce", dist.group.WORLD, *key, *[s.group for s in states])

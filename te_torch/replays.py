@@ -8,9 +8,9 @@ activation, a tensor that is not dense, or aligned to less than plans look at) g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from operator import attrgetter, itemgetter, or_
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
@@ -28,18 +28,38 @@ from te_torch.runtime import LOW, was_freed
 #: Of one direction of a call; the one that was used least recently goes first.
 _MOST = 16
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-# What is asked of a call's tensors, each in one call in C for all of them.
-_address_of, _is_dense, _is_negated = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.is_neg
-_facts_of = attrgetter("shape", "dtype", "device", "requires_grad")
+_address_of = torch.Tensor.data_ptr
 
 #: The addresses of a call's tensors, what holds these, and the call's other objects (`Tape.replay`).
 Found = tuple[list[Any], list[Any], list[Any]]
 
 
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of tensors that says whether they are like these: class, dtype, device, shape, strides, whether gradients
+    are wanted, which of them are one object; under the same modes of torch.
+
+    It is one call in C, by which compiled code guards its inputs. That takes each object once.
+    """
+    first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
+    each = sorted(first.values())
+    of = [tensors[i] for i in each]
+    sizes, strides = [[*t.shape] for t in of], [[*t.stride()] for t in of]
+    guards = torch._C._dynamo.guards
+    check: Callable[..., bool] = guards.TensorGuards(*of, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if len(each) == len(tensors):
+        return check
+    choose, twice = _chosen(each), [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
+
+    def check_each(*others: torch.Tensor) -> bool:
+        return all([others[i] is others[j] for i, j in twice]) and check(*choose(others))
+
+    return check_each
+
+
 class Replay:
     """A recorded call: what the tensors of another one have to be like, and the tape."""
 
-    __slots__ = ("_choose", "_era", "_kinds", "_made", "_of", "_quantized", "_release", "_seen", "tape")
+    __slots__ = ("_alike", "_choose", "_era", "_kinds", "_made", "_of", "_quantized", "_release", "_seen", "tape")
 
     tape: Tape
 
@@ -48,6 +68,7 @@ class Replay:
         self._kinds, self._release = [*map(type, tensors)], release
         plain = [i for i, kind in enumerate(self._kinds) if kind in _PLAIN]
         self._choose = _chosen(plain)
+        self._alike = alike(self._choose(tensors))
         #: Of each quantized tensor, the last first: which argument it is, and how many plain ones come before it.
         self._quantized = tuple(
             (i, sum(other < i for other in plain))
@@ -66,15 +87,14 @@ class Replay:
         """
         if [*map(type, tensors)] != self._kinds or release is not self._release or taped.era is not self._era:
             return None
-        if (rt.device, rt.joins, rt.alignment) != self._of:
-            return None
         held = [*self._choose(tensors)]
+        if not self._alike(*held) or (rt.device, rt.joins, rt.alignment) != self._of:
+            return None
         wholes: list[Any] = []
         try:
             at = list(map(_address_of, held))
-            if not all(map(_is_dense, held)) or True in map(_is_negated, held):
-                return None
-            seen, bits = [autotuning(), *map(_facts_of, held)], reduce(or_, at, 0)
+            seen: list[Any] = [autotuning()]
+            bits = reduce(or_, at, 0)
             for i, place in self._quantized:
                 t = tensors[i]
                 known = t._core_facts(rt.device)
@@ -169,7 +189,7 @@ class Replayed:
         """What a call that none fits looks like, for `note` once the core has run it; None: it is not plain."""
         if taped.when() == "never" or self.taped.reason is not None or tensors[0].__class__ not in _PLAIN:
             return None
-        if not all(t is None or t.__class__ in _PLAIN or isinstance(t, QuantizedTorch) for t in tensors):
+        if not all(t is None or _is_plain(t) or isinstance(t, QuantizedTorch) for t in tensors):
             return None
         replay = Replay(rt, tensors, release)
         return None if replay.fits(rt, tensors, scales, options, release) is None else replay
@@ -179,6 +199,10 @@ class Replayed:
         if replay is not None and tape is not None and tape.result.plain is not None:
             replay.tape = tape
             self.first(replay)
+
+
+def _is_plain(t: Any) -> bool:
+    return t.__class__ in _PLAIN and t.is_contiguous() and not t.is_neg()
 
 
 def _chosen(where: list[int]) -> Any:

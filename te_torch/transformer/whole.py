@@ -47,6 +47,7 @@ from te_torch.function import Noted, apply
 from te_torch.modules.layernorm_linear import NORM_LINEAR, LayerNormLinear
 from te_torch.modules.layernorm_mlp import MLP, LayerNormMLP
 from te_torch.modules.linear import LINEAR, Linear
+from te_torch.replays import alike
 from te_torch.reruns import in_backward, saved_by_hooks
 from te_torch.state import ScalingState, States
 from te_torch.transformer.multihead import MultiheadAttention
@@ -213,7 +214,7 @@ def parts_of(layer: Any) -> list[Any] | None:
 # ------------------------------------------------------------------------------------------------------ the plan
 
 _inspector_of = attrgetter("inspector")
-_version_of, _facts_of = attrgetter("_version"), attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
+_version_of = attrgetter("_version")
 _GLOBAL_HOOKS = (
     hooks._global_forward_hooks,
     hooks._global_forward_pre_hooks,
@@ -228,7 +229,7 @@ _SMALL = 32 << 20
 class LayerPlan(Plan):
     """The plan of a layer that runs as one: nothing of its parts may have changed."""
 
-    __slots__ = ("_dicts", "_facts", "_hooks", "_large", "_lasts", "_parents", "_parts", "_versions")
+    __slots__ = ("_alike", "_dicts", "_hooks", "_large", "_lasts", "_parents", "_parts", "_versions")
 
     def __init__(
         self, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
@@ -244,7 +245,9 @@ class LayerPlan(Plan):
         self._lasts = [(part.__dict__, dict(part._plans[0].last)) for part in self._parts[1:] if part._plans]
         super().__init__(unit, prepared, inputs, options, now)
         self.last = ()
-        self._facts = [*map(_facts_of, filter(_is_there, prepared.tensors))]
+        pool = self._pool(unit, inputs)
+        self._made(pool)
+        self._alike = alike([*filter(_is_there, self._order(pool))])
         size = sum(t.numel() * t.element_size() for t in prepared.tensors[1:] if t is not None)
         self._large = size > _SMALL
 
@@ -288,7 +291,7 @@ class LayerPlan(Plan):
         return outputs
 
     def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if [*map(_facts_of, filter(_is_there, tensors))] != self._facts:
+        if not self._alike(*filter(_is_there, tensors)):
             return None
         return apply(self.call, state, False, *self._with_draws(tensors, None), caller=unit._token)
 

@@ -441,3 +441,11 @@ def test_autotuning_is_in_the_key(used: Used, tmp_path: Path, monkeypatch: pytes
         assert [recorded() for _ in range(2)] == [(2, [True] * 2), (0, [True] * 2)]
         monkeypatch.delenv("TE_CORE_AUTOTUNE")
         assert recorded()[0] == 0 and used.forward == used.backward == 3
+
+
+def test_aliases_are_known_as_such() -> None:
+    """One tensor that is given twice makes no replay of two tensors, nor the reverse."""
+    a, b, longer = (torch.randn(rows, 4) for rows in (2, 2, 3))
+    twice, apart = replays.alike([a, b, a]), replays.alike([a, b])
+    assert twice(b, a, b) and not twice(a, b, b) and not twice(a, b, longer)
+    assert apart(b, a) and not apart(a, a) and not apart(a, longer)
