@@ -35,8 +35,8 @@ Found = tuple[list[Any], list[Any], list[Any]]
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function of tensors that says whether they are like these: class, dtype, device, shape, strides, whether gradients
-    are wanted, which of them are one object; under the same modes of torch.
+    """A function of tensors that says whether they are like these: class, dtype, device, shape, strides, whether
+    gradients are wanted, which of them are one object; under the same modes of torch.
 
     It is one call in C, by which compiled code guards its inputs. That takes each object once.
     """
@@ -44,7 +44,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     each = sorted(first.values())
     of = [tensors[i] for i in each]
     sizes, strides = [[*t.shape] for t in of], [[*t.stride()] for t in of]
-    guards = torch._C._dynamo.guards
+    guards: Any = torch._C._dynamo.guards  # it is declared to take one list, and takes one for each tensor
     check: Callable[..., bool] = guards.TensorGuards(*of, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if len(each) == len(tensors):
         return check
