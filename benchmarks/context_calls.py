@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.context_calls
 
 Causal attention, 32 query heads on 8 groups of 128 channels, bfloat16, one sequence. Rank 1 of the ring computes its
-own tokens under the causal mask, then all of its queries on the first half of rank 0's keys; rank 0 its own tokens, then
-the second half of its queries on all of rank 1's keys. The printed bound leaves out merging, sums and the host.
+own tokens under the causal mask, then all of its queries on the first half of rank 0's keys. Rank 0 computes its own
+tokens, then the second half of its queries on all of rank 1's keys. The bound leaves out merging, sums and the host.
 """
 
 from __future__ import annotations
