@@ -6,6 +6,15 @@ from collections.abc import Hashable
 from threading import RLock
 from typing import Any
 
+from te_core.tensor import Tensor
+
+
+def known(asked: Any) -> Any:
+    """What a plan depends on of what it is made for: of tensors, at any depth, what their memory is like."""
+    if isinstance(asked, Tensor):
+        return asked.dtype, asked.shape, asked.strides, asked.device, asked.ptr & 15
+    return tuple(map(known, asked)) if isinstance(asked, (tuple, list)) else asked
+
 
 def drop_oldest(kept: dict[Any, Any]) -> None:
     """Let go of what has been in a small cache for longest; several threads may want to at once."""

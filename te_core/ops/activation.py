@@ -49,7 +49,7 @@ class Clamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ActivationSpec:
-    """All that the plan of an activation depends on."""
+    """All that the launches of an activation depend on besides addresses."""
 
     kind: str
     clamp: Clamp  # read by clamped_swiglu
@@ -89,18 +89,18 @@ def activation_forward(
         y, _ = activation_forward(rt, x, kind, clamp=clamp)
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast)
-    key = ("activation_forward", clamp, kind, cast and cast.key, keep, _check.off(x), _check.seen(x))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_input("activation_forward", rt.device, x, kind, cast, clamp)
-        spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, x.ptr & 15)
-        plan = rt.plans.put(key, rt.backend.plan_activation_forward(rt, spec))
-    shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
+    _check_input("activation_forward", rt.device, x, kind, cast, clamp)
+    spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, _check.off(x))
+    shape = _result_shape(x, kind)
     wants_y = cast is None or keep or cast.scale is None
     y = rt.empty(shape, x.dtype) if wants_y else None
     q = allocate(rt, shape, cast) if cast is not None else None
-    rt.backend.activation_forward(rt, plan, ActivationOperands(x, None, y, cast, q, None))
+    rt.backend.activation_forward(rt, spec, ActivationOperands(x, None, y, cast, q, None))
     return (y if cast is None or keep else None), q
+
+
+def _result_shape(x: Tensor, kind: str) -> tuple[int, int]:
+    return x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1]
 
 
 def activation_backward(
@@ -119,27 +119,18 @@ def activation_backward(
         dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
-    off, seen = _check.off(x, dy), _check.seen(dy, x, column_sum)
-    key = ("activation_backward", clamp, kind, cast and cast.key, keep, off, seen)
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "activation_backward"
-        _check_input(op, rt.device, x, kind, cast, clamp)
-        _check.matrix(op, "dy", dy)
-        shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
-        _check.require(
-            dy.shape == shape and dy.dtype is x.dtype, op, f"dy {dy!r}", f"{shape} of {x.dtype}", "correct dy"
-        )
-        _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
-        _check.on_device(op, rt.device, dy, column_sum)
-        sums = _check.dtype(column_sum)
-        spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, off, sums)
-        plan = rt.plans.put(key, rt.backend.plan_activation_backward(rt, spec))
-    _check.written("activation_backward", "column_sum", column_sum)
+    op = "activation_backward"
+    _check_input(op, rt.device, x, kind, cast, clamp)
+    _check.sized(op, "dy", dy, _result_shape(x, kind), (x.dtype,))
+    _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
+    _check.on_device(op, rt.device, dy, column_sum)
+    _check.written(op, "column_sum", column_sum)
+    sums, off = _check.dtype(column_sum), _check.off(x, dy)
+    spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, off, sums)
     wants_dx = cast is None or keep or cast.scale is None
     dx = rt.empty(x.shape, x.dtype) if wants_dx else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
-    rt.backend.activation_backward(rt, plan, ActivationOperands(x, dy, dx, cast, q, column_sum))
+    rt.backend.activation_backward(rt, spec, ActivationOperands(x, dy, dx, cast, q, column_sum))
     return (dx if cast is None or keep else None), q
 
 
