@@ -4,7 +4,7 @@ A backend is a module, `te_core/backends/<name>/backend.py`, that gathers functi
 named as in te_core/ops. A type checker compares it with this protocol (te_core/backends/every.py).
 
 The ops floor says what specs and operands are, and what is computed. Where it takes long to decide how (products,
-attention), a `plan_` function does; the plan is immutable and shared by threads (`Runtime.planned`), and what runs it
+attention), a `plan_` function does; the plan is immutable and shared by threads (`PlanCache.find`), and what runs it
 fills in addresses and launches.
 """
 

@@ -20,7 +20,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -28,14 +28,11 @@ from te_core import dtypes, libraries
 from te_core.driver import taken_off
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.plan_cache import PlanCache, known
+from te_core.plan_cache import PlanCache
 from te_core.tensor import CPU, META, Device, Tensor, cuda_device, from_numpy
 
 if TYPE_CHECKING:
     from te_core.backend import Backend
-
-Asked = TypeVar("Asked")
-Made = TypeVar("Made")
 
 
 class Allocator(Protocol):
@@ -210,15 +207,6 @@ class Runtime:
         if allocator is None:
             allocator = backend.default_allocator(place)
         return cls(place, stream, allocator, backend)
-
-    def planned(self, make: Callable[[Runtime, Asked], Made], asked: Asked, *beside: object, like: Any = None) -> Made:
-        """make(self, asked), made once for all that is alike: see `plan_cache.known`; `beside` counts, too.
-
-        `like` counts in the place of `asked`, of which the cache is to keep nothing alive.
-        """
-        key = make, known(asked if like is None else like), beside
-        plan: Made | None = self.plans.get(key)
-        return self.plans.put(key, make(self, asked)) if plan is None else plan
 
     def fresh(self) -> Runtime:
         """The same with scratch memory of its own: for what is captured in a CUDA graph."""

@@ -108,7 +108,7 @@ def attention_forward(
     """The output, dense in q's format with d_v, fresh or into `out`; the statistics for backward, if wanted; the
     largest logits.
     """
-    plan = rt.planned(_plan_forward, Asked(spec, q, k, v, terms, stats))
+    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats))
     if out is None:
         out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
     check_dense("attention_forward", "out", out, q, v)
@@ -145,7 +145,7 @@ def attention_backward(
     dy is dense in the output's format and dtype.
     """
     op = "attention_backward"
-    plan = rt.planned(_plan_backward, Asked(spec, q, k, v, terms, grads=grads, bias_grad=bias_grad))
+    plan = rt.plans.find(rt, _plan_backward, Asked(spec, q, k, v, terms, grads=grads, bias_grad=bias_grad))
     for name, t in (("dy", dy), ("out", out)):
         check_dense(op, name, t, q, v)
     check_stats(op, stats, q, spec)

@@ -126,7 +126,7 @@ def attention_fp8_forward(
     if out is None:
         out = rt.empty(shape, q.dtype)
     op = "attention_fp8_forward"
-    plan = rt.planned(_plan_forward, Asked(spec, q, k, v, terms, stats))
+    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats))
     _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
     check_dense(op, "out", out, q, v, out.dtype)
     _check_scales(op, rt.device, scales)
@@ -162,7 +162,7 @@ def attention_fp8_backward(
         grads = rt.empty(q.shape, grad_dtype), rt.empty(k.shape, grad_dtype), rt.empty(v.shape, grad_dtype)
     op = "attention_fp8_backward"
     asked = Asked(spec, q, k, v, terms, grads=grads, dy=dy.dtype, grad=grad_dtype)
-    plan = rt.planned(_plan_backward, asked, scales.dq is None)
+    plan = rt.plans.find(rt, _plan_backward, asked, scales.dq is None)
     _check_results(op, rt, (out,), ((*q.shape[:-1], v.shape[-1]),), q.dtype, scales.out is None)
     _check_results(op, rt, grads, (q.shape, k.shape, v.shape), grad_dtype, scales.dq is None)
     for name, t in (("dy", dy), ("out", out)):

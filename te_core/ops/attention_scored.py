@@ -130,7 +130,9 @@ def _given(op: str, rt: Runtime, forward: Mapping[str, Tensor], backward: Mappin
 def _planned(rt: Runtime, asked: ScoredAsked) -> Any:
     """The plan: found again where the functions have a key, else made for this call alone."""
     key = asked.mod.key
-    return _plan(rt, asked) if key is None else rt.planned(_plan, asked, key, like=asked._replace(mod=ScoreMod(None)))
+    if key is None:
+        return _plan(rt, asked)
+    return rt.plans.find(rt, _plan, asked, key, like=asked._replace(mod=ScoreMod(None)))
 
 
 def _plan(rt: Runtime, asked: ScoredAsked) -> Any:

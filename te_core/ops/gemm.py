@@ -158,7 +158,7 @@ def gemm(
         a_format=a_format,
         b_format=b_format,
     )
-    plan = rt.planned(rt.backend.plan_gemm, spec, autotuning())
+    plan = rt.plans.find(rt, rt.backend.plan_gemm, spec, autotuning())
     if out is None:
         out = rt.empty((plan.spec.m, plan.spec.n), dt)
     if a_scale is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from te_core import dtypes, symbols
 from te_core.dtypes import DType
 from te_core.quantized import QuantizedTensor
-from te_core.runtime import Asked, Made, Runtime
+from te_core.runtime import Runtime
 from te_core.symbols import Patch, Way
 from te_core.tape.beside import Alongside, Noticed, Waited
 from te_core.tape.bound import Bound, Step
@@ -196,24 +196,32 @@ class _Backend:
         return lambda rt, *arguments: self._recorder.add_call(found, arguments)
 
 
+class _Plans:
+    """The real runtime's plans. The tape keeps those that are found: steps point at constants that they hold."""
+
+    def __init__(self, rt: Runtime, found: dict[int, Any]) -> None:
+        self._rt, self._found = rt, found
+
+    def find(self, rt: Runtime, make: Any, asked: Any, *beside: Any, like: Any = None) -> Any:
+        """See `PlanCache.find`."""
+        plan = self._rt.plans.find(self._rt, make, asked, *beside, like=like)
+        self._found[id(plan)] = plan
+        return plan
+
+
 class RecordingRuntime(Runtime):
     """A runtime that launches and allocates nothing."""
 
     __slots__ = ("real", "way", "whole")
 
     def __init__(self, rt: Runtime, whole: Recorder, way: Way = ()) -> None:
-        for name in ("device", "stream", "allocator", "joins", "alignment", "plans"):
+        for name in ("device", "stream", "allocator", "joins", "alignment"):
             setattr(self, name, getattr(rt, name))
         self.real, self.whole, self.way = rt, whole, way
         self.recorder = Alongside(whole, way) if way else whole
         self.backend: Any = _Backend(rt, self.recorder)
+        self.plans: Any = _Plans(rt, whole.plans)
         self._sides = {}
-
-    def planned(self, make: Callable[[Runtime, Asked], Made], asked: Asked, *beside: object, like: Any = None) -> Made:
-        """By the real one; the tape keeps the plan, for steps point at constants that it holds."""
-        plan = self.real.planned(make, asked, *beside, like=like)
-        self.whole.plans[id(plan)] = plan
-        return plan
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Symbolic memory."""

@@ -128,7 +128,7 @@ def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int)
 
 def norm_forward(rt: Runtime, spec: NormOpSpec, operands: NormOperands) -> None:
     """One launch, and in current scaling the cast."""
-    plan = rt.planned(_plan_forward, spec)
+    plan = rt.plans.find(rt, _plan_forward, spec)
     if not plan.grid:
         return
     (rows, cols), (x, gamma, beta, y, cast, q, mean, rstd, eps, branch) = spec.shape, operands
@@ -222,7 +222,7 @@ def _plan_wide(rt: Runtime, spec: NormOpSpec, width: int, constants: dict[str, A
 
 def norm_backward(rt: Runtime, spec: NormOpSpec, operands: NormGradients) -> None:
     """The gradient of x with partial sums of the others', which another launch adds."""
-    plan, (rows, cols) = rt.planned(_plan_backward, spec), spec.shape
+    plan, (rows, cols) = rt.plans.find(rt, _plan_backward, spec), spec.shape
     dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta = operands
     partial = rt.workspace("norm backward", 8 * plan.parts * cols)
     pointers = (dy, x, gamma, mean, rstd, add, dx)

@@ -124,7 +124,7 @@ def quantize_grouped(
     column_sums: Sequence[Tensor] | None,
 ) -> None:
     """Quantize all matrices."""
-    plan = rt.planned(_plan, spec)
+    plan = rt.plans.find(rt, _plan, spec)
     capacity = _LARGE if len(parts) > _SMALL and _roomy() else _SMALL
     vector = 16 // plan.dtype.itemsize
     aligned = plan.width % vector == 0 and not any(part.ptr & 15 for part in parts)
