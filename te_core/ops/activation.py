@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.quantize import allocate, check_cast, key_of, quantize
 from te_core.quantized import Cast, CastKey, QuantizedTensor
@@ -59,6 +60,16 @@ class ActivationSpec:
     keep: bool
     alignment: int  # how far addresses are off the 16-byte grid, all of them together
     sum: DType | None = None  # of the column sums of a backward
+
+    @property
+    def gated(self) -> bool:
+        """Whether it halves the width."""
+        return self.kind in GATED
+
+    @property
+    def plain(self) -> str:
+        """What is applied to x, or to its first half."""
+        return GATED.get(self.kind, self.kind)
 
 
 class ActivationOperands(NamedTuple):
@@ -136,22 +147,14 @@ def activation_backward(
 
 def _check_input(op: str, device: Device, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp | None) -> None:
     _check.one_of(op, "kind", kind, KINDS)
-    _check.require(
-        clamp is None or (kind == "clamped_swiglu" and clamp.limit >= 0),
-        op,
-        f"{clamp} for {kind}",
-        "a limit of at least 0, for clamped_swiglu",
-        "correct the limit, or leave the parameters out",
-    )
+    if clamp is not None and (kind != "clamped_swiglu" or clamp.limit < 0):
+        allowed, do = "a limit of at least 0, for clamped_swiglu", "correct the limit, or leave the parameters out"
+        raise ArgumentError(op, f"{clamp} for {kind}", allowed, do)
     _check.matrix(op, "x", x)
     _check.on_device(op, device, x)
     _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.require(
-        kind not in GATED or x.shape[1] % 2 == 0,
-        op,
-        f"{kind} of {x.shape[1]} columns",
-        "an even number of columns",
-        "concatenate the two halves (a | b) along the last dimension",
-    )
+    if kind in GATED and x.shape[1] % 2:
+        do = "concatenate the two halves (a | b) along the last dimension"
+        raise ArgumentError(op, f"{kind} of {x.shape[1]} columns", "an even number of columns", do)
     if cast is not None:
         check_cast(op, device, cast)

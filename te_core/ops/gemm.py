@@ -130,35 +130,22 @@ def gemm(
     out is of the operands' dtype or float32; of float32, FP8 and FP4 operands it may be any activation dtype.
     """
     dt = out.dtype if out is not None else (out_dtype or (a.dtype if a.dtype in ACTIVATION_DTYPES else dtypes.bfloat16))
-    op, scales = "gemm", (_stored(a_scale), _stored(b_scale), a_amax, b_amax)
-    _check.on_device(op, rt.device, a, b, *scales, bias, a_sum, out_sum, aux, out)
-    types, (m, n, k) = _check_operands((a, b), scales, (a_format, b_format), bool(trans_a), bool(trans_b))
-    outs = ACTIVATION_DTYPES if types[0].bits <= 8 or a.dtype is dtypes.float32 else (a.dtype, dtypes.float32)
-    _check.one_of(op, "output dtype", dt, outs)
-    _check.require(not accumulate or out is not None, op, "accumulate=True without out", "an out", "pass out=")
-    if a_format is not None:
-        allowed, do = "a_sum with one scale a tensor", "sum a before it is cast"
-        _check.require(a_sum is None, op, f"a_sum with {a_format}", allowed, do)
-    _check_results((m, n), out, (bias, a_sum, out_sum), epilogue, aux)
     address = reduce(or_, [t.ptr for t in (a, b, out, bias, aux, a_sum, out_sum) if t])
-    spec = GemmSpec(
-        *(m, n, k),
-        *(bool(trans_a), bool(trans_b)),
-        *types,
-        out=dt,
-        bias=_check.dtype(bias),
-        epilogue=epilogue,
-        aux=_check.dtype(aux),
-        a_sum=_check.dtype(a_sum),
-        out_sum=_check.dtype(out_sum),
-        accumulate=bool(accumulate),
-        split_accumulator=bool(split_accumulator),
-        tf32=bool(tf32),
-        alignment=address & -address & 255 or 256,
-        a_format=a_format,
-        b_format=b_format,
+    asked = _Asked(
+        (a, b),
+        (_stored(a_scale), _stored(b_scale), a_amax, b_amax),
+        (bias, a_sum, out_sum),
+        aux,
+        out,
+        dt,
+        epilogue,
+        (bool(trans_a), bool(trans_b)),
+        (bool(accumulate), bool(split_accumulator), bool(tf32)),
+        address & -address & 255 or 256,
+        (a_format, b_format),
     )
-    plan = rt.plans.find(rt, rt.backend.plan_gemm, spec, autotuning())
+    plan = rt.plans.find(rt, _plan, asked, autotuning())
+    _check.written("gemm", "a result", out, aux if epilogue == "gelu" else None, a_sum, out_sum)
     if out is None:
         out = rt.empty((plan.spec.m, plan.spec.n), dt)
     if a_scale is not None:
@@ -166,6 +153,51 @@ def gemm(
     operands: Any = a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax  # scales are tensors by now
     plan.run(rt, GemmOperands(*operands))
     return out
+
+
+class _Asked(NamedTuple):
+    """What the plan of a product is made of: of tensors only what their memory is like."""
+
+    operands: tuple[Tensor, Tensor]
+    scales: tuple[Tensor | None, ...]  # of a and b, and the amax of each
+    vectors: tuple[Tensor | None, Tensor | None, Tensor | None]  # bias, a_sum, out_sum
+    aux: Tensor | None
+    out: Tensor | None
+    dtype: DType
+    epilogue: str | None
+    transposed: tuple[bool, bool]
+    flags: tuple[bool, bool, bool]  # accumulate, split_accumulator, tf32
+    alignment: int
+    formats: tuple[Format | None, Format | None]
+
+
+def _plan(rt: Runtime, asked: _Asked) -> GemmPlan:
+    """Its arguments are looked at once for all tensors that are alike."""
+    op, (a, _), (bias, a_sum, out_sum), dt = "gemm", asked.operands, asked.vectors, asked.dtype
+    _check.on_device(op, rt.device, *asked.operands, *asked.scales, *asked.vectors, asked.aux, asked.out)
+    types, (m, n, k) = _check_operands(asked.operands, asked.scales, asked.formats, *asked.transposed)
+    outs = ACTIVATION_DTYPES if types[0].bits <= 8 or a.dtype is dtypes.float32 else (a.dtype, dtypes.float32)
+    _check.one_of(op, "output dtype", dt, outs)
+    got, do = "accumulate=True without out", "pass out="
+    _check.require(not asked.flags[0] or asked.out is not None, op, got, "an out", do)
+    got, do = f"a_sum with {asked.formats[0]}", "sum a before it is cast"
+    _check.require(a_sum is None or asked.formats[0] is None, op, got, "a_sum with one scale a tensor", do)
+    _check_results((m, n), asked.out, asked.vectors, asked.epilogue, asked.aux)
+    spec = GemmSpec(
+        *(m, n, k),
+        *asked.transposed,
+        *types,
+        dt,
+        _check.dtype(bias),
+        asked.epilogue,
+        _check.dtype(asked.aux),
+        _check.dtype(a_sum),
+        _check.dtype(out_sum),
+        *asked.flags,
+        asked.alignment,
+        *asked.formats,
+    )
+    return rt.backend.plan_gemm(rt, spec)
 
 
 def _stored(scale: Tensor | Scales | None) -> Tensor | None:
@@ -226,7 +258,6 @@ def _check_results(
     for name, t in (("out", out), ("aux", aux)):
         if t is not None:
             _check.sized(op, name, t, shape, ACTIVATION_DTYPES)
-    _check.written(op, "a result", out, aux if epilogue == "gelu" else None, a_sum, out_sum)
     _check.vector(op, "bias", bias, n, ACTIVATION_DTYPES)
     _check.vector(op, "a_sum", a_sum, m, ACTIVATION_DTYPES)
     _check.vector(op, "out_sum", out_sum, n, ACTIVATION_DTYPES)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.elementwise import check_dropout, check_pair
 from te_core.ops.quantize import allocate, check_cast, key_of, quantize
@@ -126,13 +127,10 @@ def norm_forward(
     op = "norm_forward"
     _check_common(op, kind, x, gamma, out_dtype)
     _check.vector(op, "beta", beta, x.shape[1], (gamma.dtype,))
-    _check.require(
-        (beta is not None) == (kind == "LayerNorm"),
-        op,
-        f"{kind} with beta={beta!r}",
-        "a beta with LayerNorm, none with RMSNorm",
-        "correct beta",
-    )
+    if (beta is not None) != (kind == "LayerNorm"):
+        raise ArgumentError(
+            op, f"{kind} with beta={beta!r}", "a beta with LayerNorm, none with RMSNorm", "correct beta"
+        )
     _check.on_device(op, rt.device, x, gamma, beta)
     if cast is not None:
         check_cast(op, rt.device, cast)
@@ -178,13 +176,9 @@ def norm_backward(
     _check.sized(op, "dy", dy, x.shape, ACTIVATION_DTYPES)
     _check.vector(op, "rstd", rstd, x.shape[0], (dtypes.float32,))
     _check.vector(op, "mean", mean, x.shape[0], (dtypes.float32,))
-    _check.require(
-        (mean is not None) == (kind == "LayerNorm") and rstd is not None,
-        op,
-        f"{kind} with mean={mean!r}, rstd={rstd!r}",
-        "rstd, and a mean with LayerNorm alone",
-        "pass what forward returned",
-    )
+    if (mean is not None) != (kind == "LayerNorm") or rstd is None:
+        got, allowed = f"{kind} with mean={mean!r}, rstd={rstd!r}", "rstd, and a mean with LayerNorm alone"
+        raise ArgumentError(op, got, allowed, "pass what forward returned")
     _check.on_device(op, rt.device, dy, x, gamma, mean, rstd, add)
     if add is not None:
         _check.like(op, "add", add, x)
@@ -210,9 +204,8 @@ def _check_branch(op: str, rt: Runtime, x: Tensor, branch: Branch) -> None:
 def _check_common(op: str, kind: str, x: Tensor, gamma: Tensor, out_dtype: DType) -> None:
     _check.one_of(op, "kind", kind, KINDS)
     _check.matrix(op, "x", x)
-    for name, dt in (("x", x.dtype), ("gamma", gamma.dtype), ("the output", out_dtype)):
-        _check.one_of(op, f"dtype of {name}", dt, ACTIVATION_DTYPES)
-    _check.require(
-        1 <= x.shape[1] <= MAX_ROW, op, f"rows of {x.shape[1]} elements", f"1 to {MAX_ROW}", "use a shorter row"
-    )
+    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    _check.one_of(op, "dtype of the output", out_dtype, ACTIVATION_DTYPES)
+    if not 1 <= x.shape[1] <= MAX_ROW:
+        raise ArgumentError(op, f"rows of {x.shape[1]} elements", f"1 to {MAX_ROW}", "use a shorter row")
     _check.vector(op, "gamma", gamma, x.shape[1], ACTIVATION_DTYPES)

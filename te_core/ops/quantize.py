@@ -31,7 +31,7 @@ def key_of(cast: Cast | None) -> CastKey | None:
 
 def _named(what: str, form: Format) -> str:
     """What a backend calls an operation on this format."""
-    return what if form.scaling == "tensor" else f"{what}_{form.scaling}"
+    return what if form.scaling == "tensor" else what + "_" + form.scaling
 
 
 def allocate(rt: Runtime, shape: tuple[int, int], cast: Cast) -> QuantizedTensor:

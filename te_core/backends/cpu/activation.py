@@ -24,15 +24,6 @@ Array = np.ndarray[Any, Any]
 
 #: z(x) = linear * x + cubic * x^3
 _SIGMOID_OF = {"gelu": (2 * 0.7978845608, 2 * 0.7978845608 * 0.044715), "qgelu": (1.702, 0.0), "silu": (1.0, 0.0)}
-_PLAIN_OF = {
-    "geglu": "gelu",
-    "glu": "sigmoid",
-    "qgeglu": "qgelu",
-    "reglu": "relu",
-    "sreglu": "srelu",
-    "swiglu": "silu",
-    "clamped_swiglu": "clamped",
-}
 # gelu' is exactly 0 or 1 in float32 well before this, and x^2 does not overflow up to here.
 _FLAT = 1e4
 
@@ -41,8 +32,8 @@ _FLAT = 1e4
 def activation_forward(rt: Runtime, spec: ActivationSpec, operands: ActivationOperands) -> None:
     """y = act(x), or act(a) * b for x = (a | b); then the cast."""
     x, _, y, cast, q, _ = operands
-    ex, source, kind = scratch(rt), x.numpy(), spec.kind
-    gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
+    ex, source = scratch(rt), x.numpy()
+    gated, plain = spec.gated, spec.plain
     limit, alpha, offset = spec.clamp
     m, n = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     result = y.numpy() if y is not None else np.empty((m, n), x.dtype.numpy)
@@ -67,8 +58,8 @@ def activation_backward(rt: Runtime, spec: ActivationSpec, operands: ActivationO
     """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)); then its column sums and the cast."""
     x, dy, dx, cast, q, column_sum = operands
     assert dy is not None
-    ex, source, gradient, kind = scratch(rt), x.numpy(), dy.numpy(), spec.kind
-    gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
+    ex, source, gradient = scratch(rt), x.numpy(), dy.numpy()
+    gated, plain = spec.gated, spec.plain
     limit, alpha, offset = spec.clamp
     m, n = dy.shape
     result = dx.numpy() if dx is not None else np.empty(x.shape, x.dtype.numpy)

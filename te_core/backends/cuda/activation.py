@@ -17,24 +17,13 @@ from te_core.tensor import Tensor
 if TYPE_CHECKING:
     from te_core.ops.activation import ActivationOperands, ActivationSpec
 
-_GATED = {
-    "geglu": "gelu",
-    "glu": "sigmoid",
-    "qgeglu": "qgelu",
-    "reglu": "relu",
-    "sreglu": "srelu",
-    "swiglu": "silu",
-    "clamped_swiglu": "clamped",
-}
-
 #: dy, x, y, rowwise, columnwise, source, scale_inv, amax, column_sum, rows, cols, steps, limit, alpha, offset
 _ARGS = "pppppppppqqifff"
 
 
 def _run(rt: Runtime, spec: ActivationSpec, operands: ActivationOperands, backward: bool) -> None:
-    kind, (rows, width), dtype = spec.kind, spec.shape, spec.dtype
+    (rows, width), dtype, gated = spec.shape, spec.dtype, spec.gated
     x, dy, out, cast, q, column_sum = operands
-    gated = kind in _GATED
     cols = width // (1 + gated)  # of the activation's output, half of a gated x
     outputs = 2 if gated and backward else 1
     delayed = cast is not None and cast.scale is not None
@@ -46,7 +35,7 @@ def _run(rt: Runtime, spec: ActivationSpec, operands: ActivationOperands, backwa
         "activation",
         args=_ARGS,
         DTYPE=TYPES[dtype],
-        KIND=_GATED.get(kind, kind).upper(),
+        KIND=spec.plain.upper(),
         GATED=gated,
         BACKWARD=backward,
         FORMAT=FORMATS[cast.dtype] if cast is not None and delayed else "E4M3",
