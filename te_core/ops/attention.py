@@ -17,7 +17,7 @@ from te_core import dtypes
 from te_core.attention import DIMENSIONS, AttentionSpec, Sizes
 from te_core.dtypes import DType
 from te_core.ops import _check
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_stats, is_dense, sizes_of, stats_shape
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_dense, check_stats, sizes_of, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -44,7 +44,6 @@ class Asked(NamedTuple):
     """What the plan of an attention is made of: of tensors only what their memory is like."""
 
     spec: AttentionSpec
-    size: Sizes
     q: Tensor
     k: Tensor
     v: Tensor
@@ -54,6 +53,11 @@ class Asked(NamedTuple):
     bias_grad: bool = False
     dy: DType | None = None  # of FP8: its type, and that of the gradients
     grad: DType | None = None
+
+    @property
+    def size(self) -> Sizes:
+        """The sizes of its tensors."""
+        return sizes_of(self.q, self.k, self.v, self.spec, self.terms)
 
 
 class ForwardOperands(NamedTuple):
@@ -104,27 +108,21 @@ def attention_forward(
     """The output, dense in q's format with d_v, fresh or into `out`; the statistics for backward, if wanted; the
     largest logits.
     """
-    key = ("attention_forward", spec, stats, *plan_key(q, k, v, terms))
-    plan = rt.plans.get(key)
-    if plan is None:
-        check("attention_forward", rt, q, k, v, spec, terms)
-        size = sizes_of(q, k, v, spec, terms)
-        plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, Asked(spec, size, q, k, v, terms, stats)))
+    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats))
     if out is None:
         out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-    elif not is_dense(out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device):
-        _check.require(
-            False,
-            "attention_forward",
-            f"out = {out!r} at {out.ptr:#x}",
-            f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
-            "correct out, or leave it out",
-        )
+    check_dense("attention_forward", "out", out, q, v)
     _check.written("attention_forward", "out", out)
     statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
     rt.backend.attention_forward(rt, plan, ForwardOperands(q, k, v, terms, out, statistics, largest))
     return Attended(out, statistics, largest)
+
+
+def _plan_forward(rt: Runtime, asked: Asked) -> Any:
+    """Its arguments are looked at once for all tensors that are alike."""
+    check("attention_forward", rt, asked.q, asked.k, asked.v, asked.spec, asked.terms)
+    return rt.backend.plan_attention_forward(rt, asked)
 
 
 def attention_backward(
@@ -146,43 +144,36 @@ def attention_backward(
 
     dy is dense in the output's format and dtype.
     """
-    key = ("attention_backward", spec, bias_grad, *backward_key(dy, out, stats, grads), *plan_key(q, k, v, terms))
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "attention_backward"
-        check(op, rt, q, k, v, spec, terms)
-        for name, t in (("dy", dy), ("out", out)):
-            _check.require(
-                is_dense(t, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device),
-                op,
-                f"{name} = {t!r} at {t.ptr:#x}",
-                f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
-                f"correct {name}",
-            )
-        check_stats(op, stats, q, spec)
-        _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
-        for name, t, like in zip(("dq", "dk", "dv"), grads or (q, k, v), (q, k, v), strict=True):
-            _check.require(
-                t.shape == like.shape
-                and t.dtype is like.dtype
-                and t.device is like.device
-                and t.row_major_strides()[-1] == 1,
-                op,
-                f"{name} = {t!r}",
-                f"{like.dtype} {tuple(like.shape)} whose last stride is 1",
-                f"correct {name}, or leave grads out",
-            )
-        size = sizes_of(q, k, v, spec, terms)
-        asked = Asked(spec, size, q, k, v, terms, grads=grads, bias_grad=bias_grad)
-        plan = rt.plans.put(key, rt.backend.plan_attention_backward(rt, asked))
-    for t in grads or ():
-        _check.written("attention_backward", "a gradient", t)
+    op = "attention_backward"
+    plan = rt.plans.find(rt, _plan_backward, Asked(spec, q, k, v, terms, grads=grads, bias_grad=bias_grad))
+    for name, t in (("dy", dy), ("out", out)):
+        check_dense(op, name, t, q, v)
+    check_stats(op, stats, q, spec)
+    _check.written(op, "a gradient", *(grads or ()))
     dq, dk, dv = grads or _fresh(rt, q, k, v)
     dbias = rt.empty(terms.bias.shape, terms.bias.dtype) if bias_grad and terms.bias is not None else None
     dsink = None if terms.sink is None else rt.empty(terms.sink.shape, dtypes.float32)
     operands = BackwardOperands(dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink)
     rt.backend.attention_backward(rt, plan, operands)
     return Gradients(dq, dk, dv, dbias, dsink)
+
+
+def _plan_backward(rt: Runtime, asked: Asked) -> Any:
+    op, (spec, q, k, v, terms, *_) = "attention_backward", asked
+    check(op, rt, q, k, v, spec, terms)
+    _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
+    for name, t, like in zip(("dq", "dk", "dv"), asked.grads or (q, k, v), (q, k, v), strict=True):
+        _check.require(
+            t.shape == like.shape
+            and t.dtype is like.dtype
+            and t.device is like.device
+            and t.row_major_strides()[-1] == 1,
+            op,
+            f"{name} = {t!r}",
+            f"{like.dtype} {tuple(like.shape)} whose last stride is 1",
+            f"correct {name}, or leave grads out",
+        )
+    return rt.backend.plan_attention_backward(rt, asked)
 
 
 def _fresh(rt: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,17 +196,3 @@ def _places(dtype: DType, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, 
     """Where k's and v's gradients begin behind q's, and the bytes of all three; None where they lie apart."""
     sizes = [-(-dtype.nbytes(prod(shape)) // _ALIGNED) * _ALIGNED for shape in (q, k, v)]
     return (sizes[0], sizes[0] + sizes[1], sum(sizes)) if sum(sizes) <= _ONE_BLOCK else None
-
-
-def backward_key(
-    dy: Tensor, out: Tensor, stats: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None
-) -> tuple[Any, ...]:
-    """What a backward's plan depends on besides what forward's does."""
-    given = grads or ()
-    return _check.off(dy, out), _check.off(*given), *_check.seen(dy, out, stats, *given)
-
-
-def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:
-    """What a plan depends on of these tensors."""
-    lengths, *others = terms
-    return _check.off(q, k, v), _check.off(terms.bias), *_check.seen(q, k, v, *others, *(lengths or ()))
