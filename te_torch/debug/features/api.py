@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.base import BaseConfigAPIMapper, BaseNamespaceAPI
 from nvdlfw_inspect.config_manager import ConfigManager
 from nvdlfw_inspect.logging import custom_assert
 from nvdlfw_inspect.registry import api_method
 
 from te_torch.debug import routing, stats
-from te_torch.debug.schedule import EveryOne
+from te_torch.debug.schedule import EveryOne, asked
 from te_torch.tensors import QuantizedTensor, QuantizedTensorStorage
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
@@ -111,6 +112,33 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
     def _validate_gemm(self, *gemms: Any) -> None:
         for gemm in gemms:
             custom_assert(gemm in _GEMMS, f"Invalid gemm: {gemm}. It must be one of {', '.join(_GEMMS)}.")
+
+    def _say(self, api: str, layer_name: str, *of: str) -> None:
+        """Log, once for each of these, that the feature ran."""
+        text = f"Feature={type(self).__name__}, API={api}: {', '.join(of)}"
+        debug_api.log_message(text, layer_name, extra_cachable_args=of)
+
+
+class Looking(TEConfigAPIMapper):
+    """A feature that looks at tensors in the configured iterations."""
+
+    @api_method
+    def inspect_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """In the configured iterations."""
+        return asked(config, iteration)
+
+
+class Changing(TEConfigAPIMapper):
+    """A feature that has GEMMs read another tensor, in every iteration."""
+
+    @api_method
+    def modify_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Those that are configured."""
+        return True, iteration + 1
 
 
 def _levels(config: Any) -> Iterator[dict[str, Any]]:

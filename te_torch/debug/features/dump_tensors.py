@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.logging import get_logger
 from nvdlfw_inspect.registry import api_method
 
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
-from te_torch.debug.schedule import KEYS, asked
+from te_torch.debug.features.api import SELECTORS, Looking
+from te_torch.debug.schedule import KEYS
 
 
-class DumpTensors(TEConfigAPIMapper):
+class DumpTensors(Looking):
     """Writes tensors to <log_dir>/tensor_dumps/rank_<r>/iter_<i>/<layer>_<tensor>.pt, a dictionary for torch.load.
 
     high_precision_tensor, quantized_tensor:  what goes into it ("high_precision", "quantized")
@@ -25,13 +24,6 @@ class DumpTensors(TEConfigAPIMapper):
     """
 
     keys = SELECTORS | KEYS | {"high_precision_tensor", "quantized_tensor"}
-
-    @api_method
-    def inspect_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """In the configured iterations."""
-        return asked(config, iteration)
 
     @api_method
     def inspect_tensor(
@@ -60,8 +52,4 @@ class DumpTensors(TEConfigAPIMapper):
         folder.mkdir(parents=True, exist_ok=True)
         name = re.sub(r'[/\\:*?"<>| .]', "_", f"{layer_name}_{tensor_name}")
         torch.save(found, folder / f"{name}.pt")
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=inspect_tensor: {tensor_name}",
-            layer_name,
-            extra_cachable_args=(tensor_name,),
-        )
+        self._say("inspect_tensor", layer_name, tensor_name)

@@ -15,8 +15,8 @@ from te_core import dtypes
 from te_core.ops import raw as ops
 from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.statistics import Statistics
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
-from te_torch.debug.schedule import KEYS, asked
+from te_torch.debug.features.api import SELECTORS, Looking
+from te_torch.debug.schedule import KEYS
 from te_torch.debug.stats import STATS_BUFFERS, Formula
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import runtime_for, to_core
@@ -75,7 +75,7 @@ def core_tensor(t: Any) -> QuantizedTensor:
     return core_of(t) if isinstance(t, QuantizedTorch) else t.to_core()
 
 
-class LogFp8TensorStats(TEConfigAPIMapper):
+class LogFp8TensorStats(Looking):
     """Logs what quantization makes of tensors: by the recipe in use, or, named before the statistic, by another one.
 
     stats:      underflows%, overflows%, saturations%, scale_inv_min, scale_inv_max, mse, snr_db; each as
@@ -94,7 +94,7 @@ class LogFp8TensorStats(TEConfigAPIMapper):
         """In the configured iterations."""
         for name in config.get("stats", ()):
             parse(name)
-        return asked(config, iteration)
+        return super().inspect_tensor_enabled(config, layer_name, tensor_name, iteration)
 
     @api_method
     def inspect_tensor(
@@ -131,11 +131,7 @@ class LogFp8TensorStats(TEConfigAPIMapper):
                 if (made.columnwise if columnwise else made.rowwise) is None:
                     columnwise = not columnwise
                 STATS_BUFFERS.feed(where, formulas, iteration, tensor, made, columnwise)
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=inspect_tensor: {tensor_name}",
-            layer_name,
-            extra_cachable_args=(tensor_name,),
-        )
+        self._say("inspect_tensor", layer_name, tensor_name)
 
 
 class LogFp8Stats(LogFp8TensorStats):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.registry import api_method
 
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
+from te_torch.debug.features.api import SELECTORS, Looking
 from te_torch.debug.features.log_fp8_tensor_stats import core_tensor, held_copy
-from te_torch.debug.schedule import KEYS, asked
+from te_torch.debug.schedule import KEYS
 from te_torch.debug.stats import STATS_BUFFERS, Formula
 
 FORMULAS: dict[str, Formula] = {
@@ -20,7 +19,7 @@ FORMULAS: dict[str, Formula] = {
 }
 
 
-class LogNvfp4TensorStats(TEConfigAPIMapper):
+class LogNvfp4TensorStats(Looking):
     """Logs what NVFP4 makes of tensors; names are written with nvfp4_ before them.
 
     stats:      underflows%, mse, snr_db
@@ -38,7 +37,7 @@ class LogNvfp4TensorStats(TEConfigAPIMapper):
         for name in config.get("stats", ()):
             if name not in FORMULAS:
                 raise ValueError(f"LogNvfp4TensorStats: {name!r} is no statistic. Allowed: {', '.join(FORMULAS)}.")
-        return asked(config, iteration)
+        return super().inspect_tensor_enabled(config, layer_name, tensor_name, iteration)
 
     @api_method
     def inspect_tensor(
@@ -64,8 +63,4 @@ class LogNvfp4TensorStats(TEConfigAPIMapper):
         if tensor is not None and tensor.numel() and q.rowwise is not None and STATS_BUFFERS.expects(*where):
             formulas = {f"nvfp4_{name}": FORMULAS[name] for name in config["stats"]}
             STATS_BUFFERS.feed(where, formulas, iteration, tensor, q)
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=inspect_tensor: {tensor_name}",
-            layer_name,
-            extra_cachable_args=(tensor_name,),
-        )
+        self._say("inspect_tensor", layer_name, tensor_name)

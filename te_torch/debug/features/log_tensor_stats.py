@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.logging import custom_assert
 from nvdlfw_inspect.registry import api_method
 
 from te_core.statistics import Statistics
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
-from te_torch.debug.schedule import KEYS, asked
+from te_torch.debug.features.api import SELECTORS, Looking
+from te_torch.debug.schedule import KEYS
 from te_torch.debug.stats import STATS_BUFFERS, Formula, combined_std
 
 
@@ -33,7 +32,7 @@ FORMULAS: dict[str, Formula] = {
 _BLOCKWISE = "max_blockwise_dynamic_range"
 
 
-class LogTensorStats(TEConfigAPIMapper):
+class LogTensorStats(Looking):
     """Logs statistics of tensors in high precision, as they are before any cast.
 
     stats:      min, max, mean, std, l1_norm, l2_norm, cur_amax, dynamic_range, and, as a dictionary,
@@ -43,13 +42,6 @@ class LogTensorStats(TEConfigAPIMapper):
     """
 
     keys = SELECTORS | KEYS | {"stats"}
-
-    @api_method
-    def inspect_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """In the configured iterations."""
-        return asked(config, iteration)
 
     @api_method
     def inspect_tensor(
@@ -78,11 +70,7 @@ class LogTensorStats(TEConfigAPIMapper):
             name = f"{_BLOCKWISE}_block_size_{size}_dims_{dims}{'_max_over_orientations' if both else ''}"
             top = blockwise_dynamic_range(tensor, size, dims, both)
             STATS_BUFFERS.raise_to(where, f"{layer_name}_{tensor_name}_{name}", iteration, top)
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=look_at_tensor_before_process: {tensor_name}",
-            layer_name,
-            extra_cachable_args=(tensor_name,),
-        )
+        self._say("look_at_tensor_before_process", layer_name, tensor_name)
 
 
 def split_stats(stats: Any) -> tuple[list[str], list[tuple[int, int]]]:
