@@ -8,7 +8,6 @@ only: FP8 rows are a multiple of 16 wide, and every activation dtype has room fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -147,7 +146,6 @@ def saved_carried(carried: str, origins: tuple[int | None, ...]) -> str:
     return " ".join(f"{i}:{found[0]}:{found[1]}:" for i, found in given if found is not None)
 
 
-@lru_cache(maxsize=1024)
 def parsed(text: str) -> dict[int, tuple[str, str]]:
     """{place: (form, its gradient's form)}."""
     found = [part.split(":") for part in text.split(" ") if part]
@@ -224,6 +222,5 @@ torch.library.register_fake(
 )
 
 
-@lru_cache(maxsize=16)
 def _form(name: str) -> Format:
     return Format(dtypes.dtype(name))

@@ -29,13 +29,13 @@ from te_torch.likeness import alike, of_token
 from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
 from te_torch.precisions import (
-    custom_numbers,
     is_custom,
     number_of_several,
     part_of,
     precision_of,
     reads_quantized,
     recipe_of,
+    says_by_module,
 )
 from te_torch.runtime import amp_cast, amp_dtype, constant_at_trace, default_device, drawn
 from te_torch.state import BACKWARD, FORWARD, ScalingState, make_state, make_states
@@ -260,8 +260,8 @@ class BaseModule(TensorParallel, CallingModule):
             inp = amp_cast(inp)
         if not precision:
             return inp, 0, None, recompute
-        if self.own_precision or (is_custom(precision) if tracing else precision in custom_numbers):
-            if exporting.on and precision in custom_numbers:
+        if self.own_precision or (is_custom(precision) if tracing else says_by_module(precision)):
+            if exporting.on and is_custom(precision):
                 raise custom_recipe()
             precision = self._of_custom(precision)
             if not precision:

@@ -15,8 +15,9 @@ from te_core.precision import Precision
 from te_torch.autocast import active
 from te_torch.base.documented import Documented
 from te_torch.base.sharding import MarkedModule
+from te_torch.doors import never_traced
 from te_torch.parallel.communicator import GroupCommunicator
-from te_torch.runtime import constant_at_trace, runtime_for, untraced
+from te_torch.runtime import constant_at_trace, runtime_for
 
 #: Options that a rank may have for itself: they change nothing of what the ranks compute together.
 _OWN = frozenset(
@@ -240,13 +241,10 @@ def eagerly(module: Any, *args: Any) -> Any:
     region = active.region
     if region is not None and region.traced:
         _refuse_traced_region()
-    _make_eager()
-    return _eager(module, *args)
+    return _forward(module, *args)
 
 
-_eager: Any = None
-
-
+@never_traced("a module whose weights are spread over ranks runs eagerly: its collectives are no operators")
 def _forward(module: Any, *args: Any) -> Any:
     return module.forward(*args)
 
@@ -259,12 +257,3 @@ def _refuse_traced_region() -> None:
         "a region around the compiled function: such modules run eagerly, behind a graph break",
         "move the region out of the compiled function",
     )
-
-
-@constant_at_trace
-def _make_eager() -> bool:
-    global _eager
-    _eager = _eager or untraced(
-        _forward, "a module whose weights are spread over ranks runs eagerly: its collectives are no operators"
-    )
-    return True

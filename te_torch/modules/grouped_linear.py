@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -26,8 +25,8 @@ from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
-from te_torch.calls import families
-from te_torch.doors import either
+from te_torch.calls import families, named
+from te_torch.doors import either, never_traced
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.export.mode import exporting
@@ -38,13 +37,13 @@ from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host
 from te_torch.modules.linear import empty_bias, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, check_input, constant_at_trace, default_device, to_core, to_core_shape, untraced
+from te_torch.runtime import TO_CORE, check_input, default_device, to_core, to_core_shape
 
 
-@lru_cache
 def _layer(num_gemms: int) -> Layer:
-    return Layer(
-        f"grouped_linear_{num_gemms}",
+    name = f"grouped_linear_{num_gemms}"
+    return named(name) or Layer(
+        name,
         core.forward,
         core.backward,
         core.GroupedSaved,
@@ -160,8 +159,7 @@ class GroupedLinear(BaseModule):
         """
         tracing = either(False, True) and not exporting.on
         if tracing and (out is not None or dgrad_out is not None):
-            _make_eager()
-            return _eager(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
+            return _into_buffers(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
         if isinstance(inp, QuantizedTorch):
             raise TypeError(
                 f"GroupedLinear.forward{within(self)}: got a quantized input. Allowed: a plain one. To do: dequantize."
@@ -252,16 +250,8 @@ def _count_copy() -> None:
 
 
 on_host_copy.append(_count_copy)
-_eager: Any = None  # GroupedLinear.forward for traced code: never traced, it writes into memory of the caller's
-
-
-@constant_at_trace
-def _make_eager() -> bool:
-    """Make `_eager`, at trace time."""
-    global _eager
-    _eager = _eager or untraced(GroupedLinear.forward, "GroupedLinear with buffers of the caller's runs eagerly")
-    return True
-
+#: GroupedLinear.forward for traced code: never traced, it writes into memory of the caller's.
+_into_buffers = never_traced("GroupedLinear with buffers of the caller's runs eagerly")(GroupedLinear.forward)
 
 #: By the address of a caller's buffer: the result in it. The next one makes autograd notice where that was saved.
 _in_buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
