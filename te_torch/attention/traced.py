@@ -71,8 +71,10 @@ def attention(module: Any, given: Given) -> Any:
     if key.fp8:
         _, _, state, recompute = module._enter(inputs.a)
         if backend == choose.UNFUSED:
-            low = fp8_attention.TracedLow(fp8_attention.emulation(*asked, key.a.dtype), state, recompute)
-            return returned(fp8_attention.emulated_at_trace(getattr(_programs, name), low, inputs, sizes), None, orders)
+            keys = fp8_attention.emulation(number, key.packing, *asked[2:], key.a.dtype)
+            plan, roundings = getattr(_programs, name), fp8_attention.Roundings(*keys)
+            out = fp8_attention.emulate(plan, roundings, inputs, (state, recompute), sizes)
+            return returned(out, None, orders)
         forms = len(key.form) - 2, len(key.kv_form) - 2
         out = fp8_attention.run_call(name, state, recompute, inputs, forms)
         if isinstance(asked[2], str) and asked[2]:
