@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from nvdlfw_inspect.logging import get_logger
-from nvdlfw_inspect.registry import api_method
 
-from te_torch.debug.features.api import SELECTORS, Looking
+from te_torch.debug.features.api import SELECTORS, Looking, Seen
 from te_torch.debug.schedule import KEYS
 
 
@@ -25,31 +24,18 @@ class DumpTensors(Looking):
 
     keys = SELECTORS | KEYS | {"high_precision_tensor", "quantized_tensor"}
 
-    @api_method
-    def inspect_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        tensor_name: str,
-        iteration: int,
-        tp_group: Any,
-        tensor: torch.Tensor | None,
-        rowwise_quantized_tensor: Any = None,
-        columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None,
-    ) -> None:
+    def _look(self, config: dict[str, Any], seen: Seen) -> bool:
         """Write the file."""
-        quantized = columnwise_quantized_tensor if rowwise_quantized_tensor is None else rowwise_quantized_tensor
         found = {}
-        if config.get("high_precision_tensor") and tensor is not None:
-            found["high_precision"] = tensor.detach().cpu()
-        if config.get("quantized_tensor") and quantized is not None:
-            found["quantized"] = quantized
+        if config.get("high_precision_tensor") and seen.values is not None:
+            found["high_precision"] = seen.values.detach().cpu()
+        if config.get("quantized_tensor") and seen.quantized is not None:
+            found["quantized"] = seen.quantized
         if not found:
-            return
+            return False
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        folder = Path(get_logger().root_log_dir, "tensor_dumps", f"rank_{rank}", f"iter_{iteration:06d}")
+        folder = Path(get_logger().root_log_dir, "tensor_dumps", f"rank_{rank}", f"iter_{seen.iteration:06d}")
         folder.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r'[/\\:*?"<>| .]', "_", f"{layer_name}_{tensor_name}")
+        name = re.sub(r'[/\\:*?"<>| .]', "_", f"{seen.layer}_{seen.name}")
         torch.save(found, folder / f"{name}.pt")
-        self._say("inspect_tensor", layer_name, tensor_name)
+        return True

@@ -40,20 +40,13 @@ class FakeQuant(Changing):
     tensors, tensors_struct:  activation, weight, gradient
     """
 
-    keys = SELECTORS | {"quant_format"}
+    keys, in_fp8 = SELECTORS | {"quant_format"}, False
 
     def _format(self, config: dict[str, Any]) -> str:
         found = config.get("quant_format")
         if found not in FORMATS:
             raise ValueError(f"FakeQuant: quant_format is {found!r}. Allowed: {', '.join(FORMATS)}.")
         return str(found)
-
-    @api_method
-    def fp8_gemm_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """Their GEMMs run in high precision."""
-        return False, None
 
     @api_method
     def modify_tensor_enabled(

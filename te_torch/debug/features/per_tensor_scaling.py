@@ -19,14 +19,7 @@ class PerTensorScaling(Changing):
     tensors, tensors_struct:  activation, weight, gradient
     """
 
-    keys = SELECTORS
-
-    @api_method
-    def fp8_gemm_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """They run in FP8."""
-        return True, None
+    keys, in_fp8 = SELECTORS, True
 
     @api_method
     def modify_tensor(
