@@ -21,7 +21,7 @@ from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
 from te_torch.base.checkpoint_state import WithExtraState
 from te_torch.base.module import BaseModule, normal_init
-from te_torch.base.options import check_values, mode_of, refuse_unbuilt
+from te_torch.base.options import check_values, refuse_unbuilt
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
@@ -106,12 +106,7 @@ class GroupedLinear(BaseModule):
             raise ArgumentError(
                 "GroupedLinear", f"bias=True with tp_size={self.tp_size}", "bias=False there", "leave it out"
             )
-        self.parallel_mode = mode = mode_of(parallel_mode)
-        self.in_features, self.out_features = in_features, out_features
-        if self.tp_size > 1 and mode == "row":
-            in_features = self.in_features = self._local("in_features", in_features)
-        elif self.tp_size > 1 and mode == "column":
-            out_features = self.out_features = self._local("out_features", out_features)
+        self._take_shape(in_features, out_features, parallel_mode)
         self.use_bias, self.return_bias = bias, return_bias
         self.save_original_input = bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
@@ -121,9 +116,11 @@ class GroupedLinear(BaseModule):
             "device": device or default_device(),
         }
         for i in range(num_gemms):
-            self._add_parameter(f"weight{i}", (out_features, in_features), init_method or normal_init, **place)
+            self._add_parameter(
+                f"weight{i}", (self.out_features, self.in_features), init_method or normal_init, **place
+            )
             if bias:
-                self._add_parameter(f"bias{i}", (out_features,), torch.nn.init.zeros_, **place)
+                self._add_parameter(f"bias{i}", (self.out_features,), torch.nn.init.zeros_, **place)
             else:
                 setattr(self, f"bias{i}", torch.empty(0, **place))
         self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self._names)
