@@ -278,36 +278,16 @@ def flattened(tensors: Sequence[Any], allowed: Sequence[int] | None) -> tuple[li
 
 
 @keeps(torch.ops.te_runtime.forward.default)
-def _forward_of_held(
-    func: Any,
-    inputs: Sequence[Any],
-    scale: Any,
-    scale_bwd: Any,
-    key: str,
-    rule: str,
-    held: str = "",
-    copies: str = "",
-    carried: str = "",
-) -> Any:
+def _forward_of_held(func: Any, inputs: Sequence[Any], scale: Any, scale_bwd: Any, key: str, *others: Any) -> Any:
     flat, held = flattened(inputs, call_of(apart(key)[0]).layer.weights)
-    return func(flat, scale, scale_bwd, key, rule, held, copies, carried)
+    return func(flat, scale, scale_bwd, key, others[0], held, *others[2:])
 
 
 @keeps(torch.ops.te_runtime.backward.default)
-def _backward_of_held(
-    func: Any,
-    grads: Any,
-    saved: Sequence[Any],
-    scale: Any,
-    key: str,
-    held: str = "",
-    copies: str = "",
-    carried: str = "",
-    kept: str = "",
-) -> Any:
+def _backward_of_held(func: Any, grads: Any, saved: Sequence[Any], scale: Any, key: str, *others: Any) -> Any:
     flat, held = flattened(saved, None)
     dense = [g._dense_values(g.dtype) if isinstance(g, QuantizedTorch) else g for g in grads]
-    return func(dense, flat, scale, key, held, copies, carried, kept)
+    return func(dense, flat, scale, key, held, *others[1:])
 
 
 def _completed(call: Call, grads: Sequence[Any], saved: Sequence[Any], held: str) -> list[Any]:

@@ -363,6 +363,10 @@ class BaseModule(TensorParallel, CallingModule):
         """The precision of one of the module's GEMMs, given the number that `_enter` returned."""
         return precision_of(part_of(number, gemm))
 
+    def _with_extra(self, weights: tuple[str, ...], first_microbatch: bool | None) -> tuple[str, ...]:
+        """Those of a layer's GEMM weights whose `_extra` a forward asks for: all of them, or none."""
+        return weights if self._special or first_microbatch is not None else ()
+
     def _extra(
         self,
         names: Sequence[str],

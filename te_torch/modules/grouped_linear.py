@@ -177,9 +177,8 @@ class GroupedLinear(BaseModule):
             None if self.inspector is None else self._watched(precision),
             weights[0].dtype if self._primary else None,
         )
-        extra = None
-        if self._special or is_first_microbatch is not None:
-            extra = self._extra(self._names, weights, precision, state, recompute, is_first_microbatch)
+        names = self._with_extra(self._names, is_first_microbatch)
+        extra = self._extra(names, weights, precision, state, recompute, is_first_microbatch) if names else None
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         call = self._find_call(key)
         if tracing:

@@ -306,11 +306,8 @@ class Linear(SplitParameters):
             fp8_grad,
         )
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        extra: Any = None
-        weights: tuple[str, ...] = ()
-        if self._special or is_first_microbatch is not None:
-            weights = ("weight",)
-            extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch)
+        weights = self._with_extra(("weight",), is_first_microbatch)
+        extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch) if weights else None
         of_weight, of_bias = self._linear_sources(bias)
         sources = 0, of_weight, of_bias, None if rng is None else Drawn(self._fork)
         return Prepared(self._find_call(key), state, recompute, (inp, weight, bias, rng), sources, extra, weights)

@@ -146,7 +146,11 @@ class Looking(TEConfigAPIMapper):
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
         """In the configured iterations."""
+        self._check_stats(config.get("stats", ()))
         return asked(config, iteration)
+
+    def _check_stats(self, stats: Any) -> None:
+        """Raise for a statistic that the feature does not have, if it can tell before it looks."""
 
     @api_method
     def inspect_tensor(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.logging import custom_assert
-from nvdlfw_inspect.registry import api_method
 
 from te_core import dtypes
 from te_core.ops import raw as ops
@@ -87,14 +86,9 @@ class LogFp8TensorStats(Looking):
 
     keys = SELECTORS | KEYS | {"stats"}
 
-    @api_method
-    def inspect_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """In the configured iterations."""
-        for name in config.get("stats", ()):
+    def _check_stats(self, stats: Any) -> None:
+        for name in stats:
             parse(name)
-        return super().inspect_tensor_enabled(config, layer_name, tensor_name, iteration)
 
     def _look(self, config: dict[str, Any], seen: Seen) -> bool:
         """Merge the tensor and what its casts make of it into their records."""

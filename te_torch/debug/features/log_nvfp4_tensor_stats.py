@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvdlfw_inspect.registry import api_method
-
 from te_torch.debug.features.api import SELECTORS, Looking, Seen
 from te_torch.debug.features.log_fp8_tensor_stats import core_tensor, held_copy
 from te_torch.debug.schedule import KEYS
@@ -28,15 +26,10 @@ class LogNvfp4TensorStats(Looking):
 
     keys = SELECTORS | KEYS | {"stats"}
 
-    @api_method
-    def inspect_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """In the configured iterations."""
-        for name in config.get("stats", ()):
+    def _check_stats(self, stats: Any) -> None:
+        for name in stats:
             if name not in FORMULAS:
                 raise ValueError(f"LogNvfp4TensorStats: {name!r} is no statistic. Allowed: {', '.join(FORMULAS)}.")
-        return super().inspect_tensor_enabled(config, layer_name, tensor_name, iteration)
 
     def _look(self, config: dict[str, Any], seen: Seen) -> bool:
         """Merge the tensor and its cast into a record."""
