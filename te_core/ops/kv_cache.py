@@ -92,14 +92,19 @@ def kv_append(
     any strides whose last one is 1. `cu_cached` counts the new tokens in: those of sequence i go to its positions
     cached_i - new_i up to cached_i. What would lie outside the cache or its pages is not written.
     """
-    op = "kv_append"
+    spec = rt.plans.find(rt, _append_spec, (new_k, new_v, cache, cu_new, cu_cached, form))
+    _check.written("kv_append", "the cache", cache.k, cache.v)
+    rt.backend.kv_append(rt, spec, new_k, new_v, cache, cu_new, cu_cached)
+
+
+def _append_spec(rt: Runtime, asked: tuple[Tensor, Tensor, KVCache, Tensor, Tensor, str]) -> KVAppendSpec:
+    """The arguments are looked at once for all that are alike: a cache grows by a token at a time, in each layer."""
+    op, (new_k, new_v, cache, cu_new, cu_cached, form) = "kv_append", asked
     _check.on_device(op, rt.device, new_k, new_v, *cache, cu_new, cu_cached)
     _check_append(op, new_k, new_v, cache, cu_new, cu_cached, form)
-    _check.written(op, "the cache", cache.k, cache.v)
     tokens = new_k.shape[DIMENSIONS[form][1]]
     steps = _steps(form, new_k), _steps(form, new_v)
-    spec = KVAppendSpec(_cache_spec(cache, new_k, new_v), form, cu_new.shape[0] - 1, tokens, *steps)
-    rt.backend.kv_append(rt, spec, new_k, new_v, cache, cu_new, cu_cached)
+    return KVAppendSpec(_cache_spec(cache, new_k, new_v), form, cu_new.shape[0] - 1, tokens, *steps)
 
 
 def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None:
@@ -109,13 +114,20 @@ def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None
     rows that change places. No move has more than `longest` tokens; one that names a row behind the last is not made.
     """
     op = "kv_move"
+    _check.sized(op, "moves", moves, (*moves.shape[:1], 3), (dtypes.int32,))
+    _check.on_device(op, rt.device, moves)
+    spec = rt.plans.find(rt, _move_spec, (cache, longest))
+    _check.written(op, "the cache", cache.k, cache.v)
+    rt.backend.kv_move(rt, spec, cache, moves)
+
+
+def _move_spec(rt: Runtime, asked: tuple[KVCache, int]) -> KVMoveSpec:
+    op, (cache, longest) = "kv_move", asked
     _check_cache(op, cache)
     _check.require(cache.pages is None, op, "a paged cache", "a contiguous one", "permute its page table instead")
-    _check.sized(op, "moves", moves, (*moves.shape[:1], 3), (dtypes.int32,))
     _check.require(longest >= 0, op, f"longest={longest}", "the tokens of the longest move", "correct longest")
-    _check.on_device(op, rt.device, *cache, moves)
-    _check.written(op, "the cache", cache.k, cache.v)
-    rt.backend.kv_move(rt, KVMoveSpec(_cache_spec(cache), min(longest, cache.capacity)), cache, moves)
+    _check.on_device(op, rt.device, *cache)
+    return KVMoveSpec(_cache_spec(cache), min(longest, cache.capacity))
 
 
 def kv_gather(rt: Runtime, cache: KVCache, cu_cached: Tensor) -> tuple[Tensor, Tensor]:

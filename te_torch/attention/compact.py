@@ -13,7 +13,7 @@ import torch
 from te_core.ops import raw as ops
 from te_torch.attention.inputs import Given
 from te_torch.attention.masks import Sums, check_beside, check_padding_mask, get_cu_seqlens
-from te_torch.attention.plan import OPERATION
+from te_torch.attention.plan import OPERATION, Key, fact_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import runtime_for, to_core, to_torch
 from te_torch.surroundings import dispatch_modes, functorch_active
@@ -117,6 +117,18 @@ def sums_of(orders: Orders | None) -> Sums:
 
 
 # ----------------------------------------------------------------------------------------------- moving tokens
+
+
+def in_front(key: Key, given: Given, lengths: str, traced: bool = False) -> tuple[Key, Given, Orders | None]:
+    """A call and its key with all tokens in front, if `lengths` come from padding masks, and how they were moved."""
+    orders = orders_of(given.attention_mask, key.form, given.a, traced) if lengths in ("mask", "masks") else None
+    if orders is None:
+        return key, given, None
+    given = to_front(given, orders)
+    bias = given.core_attention_bias
+    if bias is not None:  # it may have been laid anew
+        key = key._replace(bias=fact_of(bias, torch.is_grad_enabled()))
+    return key, given, orders
 
 
 def to_front(given: Given, orders: Orders) -> Given:

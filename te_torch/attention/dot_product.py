@@ -15,7 +15,7 @@ from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, fused, traced
 from te_torch.attention import fp8 as fp8_attention
-from te_torch.attention.compact import Orders, fronts, orders_of, returned, sums_of, to_front
+from te_torch.attention.compact import fronts, in_front, returned, sums_of
 from te_torch.attention.inference import cut_off
 from te_torch.attention.inputs import (
     Given,
@@ -36,7 +36,6 @@ from te_torch.attention.plan import (
     OPERATION,
     Key,
     Plan,
-    Preparation,
     Static,
     SumsFact,
     checked_widths,
@@ -351,11 +350,10 @@ class DotProductAttention(BaseModule):
         plan = self._choice(key)
         if plan.prepare.lengths == "given" and not key.cached:
             check_sums(given)
-        orders = _orders(key, given, plan.prepare)
+        key, given, orders = in_front(key, given, plan.prepare.lengths)
         modifier = given.functions
         if orders is not None:
-            given = to_front(given, orders)
-            plan = self._choice(_with_bias(key, given))
+            plan = self._choice(key)
             if modifier is not None:  # it is told where tokens stood
                 q_idx, kv_idx = fronts(orders)
                 modifier = modifier._replace(q_idx=q_idx, kv_idx=kv_idx)
@@ -492,14 +490,3 @@ def _is_plain(given: Given) -> bool:
         and given.functions is None
         and not given.cached
     )
-
-
-def _with_bias(key: Key, given: Given) -> Key:
-    """The key of a call whose bias may have been laid anew."""
-    bias = given.core_attention_bias
-    return key if bias is None else key._replace(bias=fact_of(bias, torch.is_grad_enabled()))
-
-
-def _orders(key: Key, given: Given, prepare: Preparation) -> Orders | None:
-    """How tokens have to be moved, if lengths come from padding masks."""
-    return orders_of(given.attention_mask, key.form, given.a) if prepare.lengths in ("mask", "masks") else None

@@ -400,14 +400,15 @@ def _check_bias(key: Key, sizes: Sizes) -> None:
             raise wrong(f"alibi_slopes of shape {key.slopes}", f"{slopes[0]} or {slopes[1]}", "one slope a head")
     if key.bias is not None:
         shape = tuple(key.bias.shape)
-        if len(shape) != 4 or not _broadcasts(shape, full) or shape[3] != sizes.skv:
+        if len(shape) != 4 or not broadcasts(shape, full) or shape[3] != sizes.skv:
             do = "correct the bias" + (", or max_seqlen_q and max_seqlen_kv" if key.form == "thd" else "")
             raise wrong(f"core_attention_bias of shape {shape}", f"{full}; all but the last may be 1", do)
-    if key.mask_type == "arbitrary" and not _broadcasts(key.mask, full):
+    if key.mask_type == "arbitrary" and not broadcasts(key.mask, full):
         raise wrong(f"an attention_mask of shape {key.mask}", f"one that broadcasts to {full}", "correct the mask")
 
 
-def _broadcasts(shape: tuple[Any, ...] | None, full: tuple[int, ...]) -> bool:
-    if shape is None or len(shape) > 4 or any(isinstance(n, tuple) for n in shape):
+def broadcasts(shape: tuple[Any, ...] | None, full: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape spreads over the full one; none, and the shapes of a pair, do not."""
+    if shape is None or len(shape) > len(full) or any([isinstance(n, tuple) for n in shape]):
         return False
-    return all(n in (1, whole) for n, whole in zip(reversed(shape), reversed(full), strict=False))
+    return all([n == 1 or n == whole for n, whole in zip(shape, full[len(full) - len(shape) :], strict=True)])

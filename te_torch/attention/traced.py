@@ -15,9 +15,9 @@ import torch
 from te_core.attention import DIMENSIONS, Sizes
 from te_torch.attention import choose, exported, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
-from te_torch.attention.compact import orders_of, returned, sums_of, to_front
+from te_torch.attention.compact import in_front, returned, sums_of
 from te_torch.attention.inputs import Given, check_types, layer_inputs, new_slopes
-from te_torch.attention.plan import Fact, Key, Preparation, sizes_of
+from te_torch.attention.plan import Fact, Key, Preparation, broadcasts, sizes_of
 from te_torch.autocast import active
 from te_torch.carried import Carried, carry
 from te_torch.doors import never_traced
@@ -57,15 +57,8 @@ def attention(module: Any, given: Given) -> Any:
             a, b = given.a.values(), given.b.values() if isinstance(given.b, Carried) else given.b
             given = given.but(a=a, b=b)
         return _eager_run(module, key, given)
-    orders = None
-    if how[0] in ("mask", "masks"):
-        orders = orders_of(given.attention_mask, key.form, given.a, traced=True)
+    key, given, orders = in_front(key, given, how[0], traced=True)
     if orders is not None:
-        given = to_front(given, orders)
-        bias = given.core_attention_bias
-        if bias is not None:
-            grad = torch.is_grad_enabled() and bias.requires_grad
-            key = key._replace(bias=Fact(bias.shape, bias.dtype, bias.device, grad))
         backend, name, *how = _trace_plan(*facts, tuple(standing_in(key, sizes)), asked)
     inputs = layer_inputs(module, given, _of_sizes(how, sizes), sums_of(orders), new_slopes)
     if key.fp8:
@@ -192,16 +185,16 @@ def _agree(key: Key, sizes: Sizes) -> bool:
         return False
     if key.slopes is not None and len(key.slopes) == 2 and key.slopes[0] != sizes.batch:
         return False
-    if key.bias is not None and not _broadcasts(key.bias.shape, whole):
+    if key.bias is not None and not broadcasts(key.bias.shape, whole):
         return False
     if key.mask is None:
         return True
     if _is_pair(key.mask):
         q, kv = key.mask
-        return _broadcasts(q, (sizes.batch, 1, 1, sizes.sq)) and _broadcasts(kv, (sizes.batch, 1, 1, sizes.skv))
+        return broadcasts(q, (sizes.batch, 1, 1, sizes.sq)) and broadcasts(kv, (sizes.batch, 1, 1, sizes.skv))
     if "padding" in key.mask_type and key.cu is None and sizes.sq != sizes.skv:
         return False
-    return _broadcasts(key.mask, whole)
+    return broadcasts(key.mask, whole)
 
 
 def _is_pair(mask: tuple[Any, ...]) -> bool:
@@ -211,12 +204,6 @@ def _is_pair(mask: tuple[Any, ...]) -> bool:
 
 def _are_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return len(a) == len(b) and all([m == n for m, n in zip(a, b, strict=True)])
-
-
-def _broadcasts(shape: tuple[Any, ...], whole: tuple[int, ...]) -> bool:
-    if len(shape) > len(whole) or (len(shape) > 0 and isinstance(shape[0], tuple)):
-        return False
-    return all([n == 1 or n == full for n, full in zip(shape, whole[len(whole) - len(shape) :], strict=True)])
 
 
 # ------------------------------------------------------------------------------------------------- at trace time
