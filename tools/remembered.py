@@ -30,7 +30,7 @@ MOST = {
     "container": 41,
     "rebound name": 22,
     "PlanCache": 6,
-    "plans.get": 4,
+    "plans.get": 3,
     "asks is_compiling": 4,
 }
 #: These two are what "remembers something between calls" counts.

@@ -48,6 +48,16 @@ def vector(operation: str, name: str, t: Tensor | None, length: int, allowed: tu
         sized(operation, name, t, (length,), allowed)
 
 
+def broadcast(operation: str, name: str, t: Tensor, full: tuple[int, ...], allowed: tuple[DType, ...]) -> None:
+    """`t` is dense, of one of these dtypes, and broadcasts to this shape; its last dimension is whole."""
+    fits = t.ndim == len(full) and all(n in (1, whole) for n, whole in zip(t.shape, full, strict=True))
+    if not fits or t.shape[-1] != full[-1] or t.dtype not in allowed or not t.is_contiguous:
+        wanted = (
+            f"a dense tensor of {' or '.join(d.name for d in allowed)} that broadcasts to {full}, its last one whole"
+        )
+        raise ArgumentError(operation, f"{name} = {t!r}", wanted, f"correct {name}")
+
+
 def one_of(operation: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
     """`value` is one of the allowed ones."""
     if value not in allowed:

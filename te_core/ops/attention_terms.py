@@ -191,14 +191,11 @@ def _check_pages(op: str, q: Tensor, spec: AttentionSpec, terms: Terms) -> None:
     """The page table has a row for each sequence."""
     pages = terms.pages
     batch = _extent(q, spec.q_format, spec.max_q, terms.lengths and terms.lengths.cu_q)[0]
-    _check.require(
-        pages is None
-        or (pages.ndim == 2 and pages.shape[0] == batch and pages.dtype is dtypes.int32 and pages.is_contiguous),
-        op,
-        f"pages = {pages!r}",
-        f"dense int32 [{batch}, blocks of a sequence]",
-        "correct the page table",
-    )
+    if pages is not None:
+        _check.sized(op, "pages", pages, (batch, *pages.shape[1:2]), (dtypes.int32,), "correct the page table")
+        _check.require(
+            pages.ndim == 2, op, f"pages = {pages!r}", "[sequences, blocks of each]", "correct the page table"
+        )
 
 
 def _check_terms(op: str, size: Sizes, spec: AttentionSpec, terms: Terms, dtype: DType) -> None:
@@ -226,20 +223,8 @@ def _check_terms(op: str, size: Sizes, spec: AttentionSpec, terms: Terms, dtype:
     _check.vector(op, "rng", terms.rng, 2, (dtypes.int64,))
     full = (size.batch, size.heads, size.sq, size.skv)
     for name, t, allowed in (("mask", terms.mask, (dtypes.uint8, dtypes.bool_)), ("bias", terms.bias, (dtype,))):
-        _check.require(
-            t is None
-            or (
-                t.ndim == 4
-                and t.is_contiguous
-                and t.dtype in allowed
-                and all(n in (1, whole) for n, whole in zip(t.shape, full, strict=True))
-                and t.shape[3] == size.skv
-            ),
-            op,
-            f"{name} = {t!r}",
-            f"a dense tensor that broadcasts to {full} ({' or '.join(map(str, allowed))})",
-            f"correct {name}",
-        )
+        if t is not None:
+            _check.broadcast(op, name, t, full, allowed)
     bias, slopes = terms.bias, terms.slopes
     _check.require(
         bias is None or not (bias.ptr & 15 and bias.device.kind == "cuda"),
@@ -248,17 +233,8 @@ def _check_terms(op: str, size: Sizes, spec: AttentionSpec, terms: Terms, dtype:
         "one that begins at a multiple",
         "copy the bias",
     )
-    _check.require(
-        slopes is None
-        or (
-            slopes.is_contiguous
-            and slopes.dtype is dtypes.float32
-            and slopes.shape in ((size.heads,), (size.batch, size.heads))
-        ),
-        op,
-        f"slopes = {slopes!r}",
-        f"dense float32 [{size.heads}] or [{size.batch}, {size.heads}]",
-        "correct the slopes",
-    )
+    if slopes is not None:
+        wanted = (size.heads,) if slopes.ndim == 1 else (size.batch, size.heads)
+        _check.sized(op, "slopes", slopes, wanted, (dtypes.float32,))
     if spec.max_logit and terms.pages is not None:
         raise UnsupportedError(op, "max_logit with a paged cache", "one of the two", "leave max_logit out")

@@ -84,19 +84,9 @@ def softmax_forward(
     """
     op = "softmax_forward"
     _check_scores(op, "x", x, band)
-    b, h, sq, sk = x.shape
+    b, h, sq, _ = x.shape
     if mask is not None:
-        _check.require(
-            mask.ndim == 4
-            and mask.is_contiguous
-            and mask.dtype in (dtypes.bool_, dtypes.uint8)
-            and mask.shape[3] == sk
-            and all(m in (1, n) for m, n in zip(mask.shape, x.shape, strict=True)),
-            op,
-            f"mask = {mask!r}",
-            f"bool or uint8, dense, [{b} or 1, {h} or 1, {sq} or 1, {sk}]",
-            "correct mask",
-        )
+        _check.broadcast(op, "mask", mask, x.shape, (dtypes.bool_, dtypes.uint8))
     _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
     _check.vector(op, "sink", sink, h, (dtypes.float32,))
     _check.result(op, rt.device, "out", out, x.shape, (x.dtype,))
