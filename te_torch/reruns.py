@@ -47,11 +47,6 @@ def keeping_hook() -> Any:
     return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
-def saved_by_hooks() -> bool:
-    """Whether what is saved for backward goes through hooks: a checkpoint's, or such as bring it to the host."""
-    return _top_hooks(True) is not None
-
-
 def first_of_a_checkpoint() -> bool:
     """Whether this is the first run of a checkpoint that keeps by hooks: where it runs again they have another name."""
     hook = keeping_hook()

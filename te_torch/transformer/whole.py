@@ -48,7 +48,7 @@ from te_torch.modules.layernorm_linear import NORM_LINEAR, LayerNormLinear
 from te_torch.modules.layernorm_mlp import MLP, LayerNormMLP
 from te_torch.modules.linear import LINEAR, Linear
 from te_torch.replays import alike
-from te_torch.reruns import in_backward, saved_by_hooks
+from te_torch.reruns import in_backward, may_run_again
 from te_torch.state import ScalingState, States
 from te_torch.transformer.multihead import MultiheadAttention
 
@@ -280,7 +280,7 @@ class LayerPlan(Plan):
             or any(self._hooks)
             or active.running is not None
             or in_backward()
-            or saved_by_hooks()
+            or may_run_again()
             or (self._large and self._wants_parts())
         ):
             return None
