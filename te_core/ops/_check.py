@@ -5,7 +5,7 @@ from __future__ import annotations
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.quantized import QuantizedTensor, pieces
+from te_core.quantized import QuantizedTensor, cached_pieces
 from te_core.tensor import META, Device, Tensor
 
 
@@ -108,7 +108,7 @@ def stored(operation: str, device: Device, name: str, q: QuantizedTensor, *, wri
         side = "columnwise" if columnwise else "rowwise"
         if getattr(q, side) is None:
             continue
-        parts = pieces(q.format, q.shape, columnwise)
+        parts = cached_pieces(q.format, tuple(q.shape), columnwise)
         wanted = {side: (parts.data, parts.data_type), side + "_scale": (parts.scale, parts.scale_type)}
         if parts.amax:  # an amax of a format without one is not read
             wanted[side + "_amax"] = (parts.amax,), dtypes.float32
