@@ -17,7 +17,7 @@ from te_core import dtypes
 from te_core.attention import DIMENSIONS, AttentionSpec, Sizes
 from te_core.dtypes import DType
 from te_core.ops import _check
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_stats, is_dense, sizes_of, stats_shape
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_rows, check_stats, sizes_of, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -54,6 +54,7 @@ class Asked(NamedTuple):
     bias_grad: bool = False
     dy: DType | None = None  # of FP8: its type, and that of the gradients
     grad: DType | None = None
+    out: Tensor | None = None  # how the output lies, and in backward its gradient; None: dense
 
 
 class ForwardOperands(NamedTuple):
@@ -101,25 +102,20 @@ def attention_forward(
     stats: bool = True,
     out: Tensor | None = None,
 ) -> Attended:
-    """The output, dense in q's format with d_v, fresh or into `out`; the statistics for backward, if wanted; the
-    largest logits.
+    """The output in q's format with d_v, dense and fresh or into `out`, whose rows of heads may lie apart; the
+    statistics for backward, if wanted; the largest logits.
     """
-    key = ("attention_forward", spec, stats, *plan_key(q, k, v, terms))
+    place = None if out is None else (_check.off(out), *_check.facts(out))
+    key = ("attention_forward", spec, stats, place, *plan_key(q, k, v, terms))
     plan = rt.plans.get(key)
     if plan is None:
         check("attention_forward", rt, q, k, v, spec, terms)
-        size = sizes_of(q, k, v, spec, terms)
-        plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, Asked(spec, size, q, k, v, terms, stats)))
+        if out is not None:
+            check_rows("attention_forward", q, v, out=out)
+        asked = Asked(spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, stats, out=out)
+        plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, asked))
     if out is None:
         out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-    elif not is_dense(out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device):
-        _check.require(
-            False,
-            "attention_forward",
-            f"out = {out!r} at {out.ptr:#x}",
-            f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
-            "correct out, or leave it out",
-        )
     _check.written("attention_forward", "out", out)
     statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
@@ -144,21 +140,15 @@ def attention_backward(
     """The gradients of q, k, v, dense (small ones in one block of memory) or into `grads` (parts of a packed one, say);
     of bias and a learnable sink.
 
-    dy is dense in the output's format and dtype.
+    dy lies as the output does, in its dtype. With `spec.partial` k and v are some of the keys: output and statistics
+    are those over all of them, and so are the gradients of k and v, while that of q is a summand.
     """
     key = ("attention_backward", spec, bias_grad, *backward_key(dy, out, stats, grads), *plan_key(q, k, v, terms))
     plan = rt.plans.get(key)
     if plan is None:
         op = "attention_backward"
         check(op, rt, q, k, v, spec, terms)
-        for name, t in (("dy", dy), ("out", out)):
-            _check.require(
-                is_dense(t, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device),
-                op,
-                f"{name} = {t!r} at {t.ptr:#x}",
-                f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
-                f"correct {name}",
-            )
+        check_rows(op, q, v, dy=dy, out=out)
         check_stats(op, stats, q, spec)
         _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
         for name, t, like in zip(("dq", "dk", "dv"), grads or (q, k, v), (q, k, v), strict=True):
@@ -173,7 +163,7 @@ def attention_backward(
                 f"correct {name}, or leave grads out",
             )
         size = sizes_of(q, k, v, spec, terms)
-        asked = Asked(spec, size, q, k, v, terms, grads=grads, bias_grad=bias_grad)
+        asked = Asked(spec, size, q, k, v, terms, grads=grads, bias_grad=bias_grad, out=out)
         plan = rt.plans.put(key, rt.backend.plan_attention_backward(rt, asked))
     for t in grads or ():
         _check.written("attention_backward", "a gradient", t)

@@ -11,7 +11,7 @@ from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import UnsupportedError
 from te_core.ops import _check
 from te_core.runtime import Runtime
-from te_core.tensor import Device, Tensor
+from te_core.tensor import Device, Tensor, dense_strides
 
 
 class Terms(NamedTuple):
@@ -61,6 +61,28 @@ def is_dense(t: Tensor, shape: tuple[int, ...], dtype: DType, device: Device) ->
         and t.device is device
         and not (t.ptr & 15 and device.kind == "cuda")
     )
+
+
+def check_rows(op: str, q: Tensor, v: Tensor, **results: Tensor) -> None:
+    """A result, or what is read as one, lies as backends take it: the heads of a token side by side, rows anywhere
+    (packed ones: one behind the other); several alike."""
+    shape = (*q.shape[:-1], v.shape[-1])
+    dense = all(t.is_contiguous for t in results.values())
+    strides = () if dense else next(iter(results.values())).row_major_strides()
+    for name, t in results.items():
+        _check.require(
+            t.shape == shape
+            and t.dtype is q.dtype
+            and t.device is q.device
+            and (dense or t.row_major_strides() == strides)
+            and (dense or (t.ndim > 3 and strides[-2:] == dense_strides(shape)[-2:]))
+            and not (t.ptr & 15 and t.device.kind == "cuda"),
+            op,
+            ", ".join(f"{n} = {other!r} at {other.ptr:#x}" for n, other in results.items()),
+            f"{shape} of {q.dtype} beside q, the heads of a token in a row, all of the same strides, on CUDA at a "
+            "multiple of 16 bytes",
+            f"correct {name}",
+        )
 
 
 def check_stats(op: str, stats: Tensor, q: Tensor, spec: AttentionSpec) -> None:
