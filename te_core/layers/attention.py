@@ -286,9 +286,8 @@ def _shapes(
     spec: AttentionLayerSpec, a: tuple[int, ...], b: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...] | None, ...]:
     """The shapes of the inputs, from those of the first two."""
-    if b is None or spec.packing != "separate":
-        return a, b, None
-    return a, b, (*b[:-1], spec.d_v)
+    apart = spec.packing == "separate" or spec.copies
+    return a, b, (*b[:-1], spec.d_v) if apart and b is not None else None
 
 
 def on_boundary(rt: Runtime, t: Tensor) -> Tensor:

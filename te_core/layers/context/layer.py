@@ -48,10 +48,11 @@ class _Place:
         comms: tuple[Communicator, ...] = ()
         if comm is not None:
             comms = tuple(comm) if isinstance(comm, (tuple, list)) else (comm,)  # type: ignore[assignment]
-        sizes = [size for size in (context.heads, context.ring) if size > 1] or [1]
+        comms = tuple([c for c in comms if c.size > 1])
+        sizes = [size for size in (context.heads, context.ring) if size > 1]
         if [c.size for c in comms] != sizes:
             got = ", ".join(f"one of {c.size} ranks" for c in comms) or "none"
-            wanted = " and ".join(f"one of {n} ranks" for n in sizes)
+            wanted = " and ".join(f"one of {n} ranks" for n in sizes) or "none, or one of 1 rank"
             raise ArgumentError(
                 "context parallelism",
                 f"communicators ({got}) with cp_comm_type={context.mode!r}",
