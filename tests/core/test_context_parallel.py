@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.core.context_cases import Batch, Case, Made, run
 from tests.covering import covering

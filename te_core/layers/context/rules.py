@@ -7,11 +7,12 @@ same rules to what it was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
-from te_core.attention import DIMENSIONS, AttentionSpec
+from te_core.attention import DIMENSIONS, AttentionSpec, Sizes
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.context.schedule import MODES, Context
+from te_core.layers.context.schedule import MODES, Context, schedule
 from te_core.tensor import Tensor
 
 
@@ -143,12 +144,37 @@ def refusal(cut: Cut) -> Refusal | None:
 _ARGUMENTS = frozenset((_mode, _sizes, _halves, _heads, _diagonal, _formats))
 
 
-def check_context(core: AttentionSpec, context: Context, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check(cut: Cut) -> None:
     """Raise what the rules refuse."""
-    tokens = tuple(t.shape[DIMENSIONS[form][1]] for t, form in ((q, core.q_format), (k, core.kv_format)))
-    cut = Cut(core, context, q.shape[-2], k.shape[-2], (tokens[0], tokens[1]))
     for rule in RULES:
         found = rule(cut)
         if found is not None:
             kind = ArgumentError if rule in _ARGUMENTS else UnsupportedError
             raise kind("context parallelism", *found)
+
+
+def check_context(core: AttentionSpec, context: Context, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The same for tensors."""
+    tokens = tuple(t.shape[DIMENSIONS[form][1]] for t, form in ((q, core.q_format), (k, core.kv_format)))
+    check(Cut(core, context, q.shape[-2], k.shape[-2], (tokens[0], tokens[1])))
+
+
+def attentions(core: AttentionSpec, context: Context, rank: int, sizes: Sizes) -> list[tuple[AttentionSpec, Sizes]]:
+    """What this rank computes, as whoever computes one of these is asked whether he can: `sizes` are this rank's."""
+    ranks, packed = context.heads, core.q_format == "thd"
+    inside = sizes._replace(heads=sizes.heads // ranks, groups=sizes.groups // ranks)
+    if not packed:
+        inside = inside._replace(sq=inside.sq * ranks, skv=inside.skv * ranks)
+    if context.ring == 1:
+        return [(core, inside)]
+    found = []
+    for call in (call for step in schedule(context, rank, core).steps for call in step.calls):
+        bounds = {"full": (-1, -1), "causal": (-1, 0), "band": (call.before, call.behind)}[call.mask]
+        spec = replace(core, left=bounds[0], right=bounds[1], bottom_right=packed and call.mask == "band")
+        spec = replace(spec, softmax="vanilla")
+        if packed:
+            found.append((spec, inside))
+            continue
+        q, kv = (n // 2 * len(chunks) for n, chunks in ((inside.sq, call.queries), (inside.skv, call.keys)))
+        found.append((spec, inside._replace(sq=q, skv=kv)))
+    return found

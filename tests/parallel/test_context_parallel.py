@@ -1,0 +1,261 @@
+"""Context parallelism by the modules: every rank has a part of each sequence, and gets what one process computes."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import te_torch as te
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.tape import taped
+from tests.parallel.ranks import Rank, Ranks
+from tests.recipes import region
+
+MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+HEADS, GROUPS, WIDTH, CHUNK, BATCH = 8, 4, 32, 8, 2
+#: Of the largest element: float32 on the CPU, bfloat16 on a GPU.
+NEAR = {"cpu": 2e-6, "cuda": 2e-2}
+
+
+def groups_of(rank: Rank, mode: str) -> Any:
+    """The group, or the two of a2a+p2p: neighbours exchange heads."""
+    if mode != "a2a+p2p":
+        return dist.group.WORLD
+    inner = [dist.new_group([2 * i, 2 * i + 1]) for i in range(rank.world // 2)]
+    outer = [dist.new_group(list(range(i, rank.world, 2))) for i in range(2)]
+    return [inner[rank.number // 2], outer[rank.number % 2]]
+
+
+def part(t: torch.Tensor, rank: Rank, dim: int) -> torch.Tensor:
+    """This rank's chunks of dense sequences."""
+    chunks = t.chunk(2 * rank.world, dim)
+    return torch.cat((chunks[rank.number], chunks[2 * rank.world - 1 - rank.number]), dim)
+
+
+def packed_part(t: torch.Tensor, rank: Rank, padded: Sequence[int]) -> torch.Tensor:
+    """This rank's chunks of packed sequences."""
+    return torch.cat([part(t[a:b], rank, 0) for a, b in zip(padded, padded[1:], strict=False)])
+
+
+def drawn(rank: Rank, *shape: int) -> torch.Tensor:
+    dtype = torch.float32 if rank.device == "cpu" else torch.bfloat16
+    return torch.randn(shape, dtype=dtype, device=rank.device)
+
+
+def apart(found: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """The largest difference, as a share of the largest element."""
+    pairs = zip(found, wanted, strict=True)
+    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+
+
+def attention(**options: Any) -> Any:
+    """An attention with random offsets, if it has any."""
+    module = te.DotProductAttention(HEADS, WIDTH, GROUPS, **options)
+    if module.softmax_type == "learnable":
+        with torch.no_grad():
+            module.softmax_offset.copy_(torch.linspace(-2, 4, HEADS))
+    return module
+
+
+def dense(rank: Rank, mode: str, form: str, times: int, options: dict[str, Any]) -> float:
+    """How far a rank's output and gradients are from those of whole sequences; `times` are calls of one module."""
+    torch.manual_seed(0)
+    tokens, dim = 2 * CHUNK * rank.world, form.index("s")
+    lead = (BATCH, tokens) if form == "bshd" else (tokens, BATCH)
+    whole = [drawn(rank, *lead, n, WIDTH).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
+    dy = drawn(rank, *lead, HEADS * WIDTH)
+    one, spread = (attention(qkv_format=form, **options) for _ in range(2))
+    spread.set_context_parallel_group(groups_of(rank, mode), range(rank.world), None, mode)
+    one(*whole).backward(dy)
+    wanted = [part(t.grad, rank, dim) for t in whole]
+    expected = part(one(*whole).detach(), rank, dim)
+    far = 0.0
+    for _ in range(times):
+        own = [part(t.detach(), rank, dim).requires_grad_() for t in whole]
+        spread.zero_grad()
+        out = spread(*own)
+        out.backward(part(dy, rank, dim))
+        far = max(far, apart((out, *[t.grad for t in own]), (expected, *wanted)))
+        if spread.softmax_type == "learnable":
+            summed = spread.softmax_offset.grad.clone()
+            dist.all_reduce(summed)
+            far = max(far, apart([summed], [one.softmax_offset.grad]))
+    return far
+
+
+#: What each mode takes besides: masks, windows, sinks.
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {"attn_mask_type": "causal"},
+    "full": {"attn_mask_type": "no_mask"},
+    "window": {"attn_mask_type": "causal", "window_size": (11, 0)},
+    "sink": {"attn_mask_type": "causal", "softmax_type": "learnable"},
+    "off by one": {"attn_mask_type": "no_mask", "softmax_type": "off-by-one"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.four_ranks(mode=MODES)
+def test_dense_sequences(ranks: Ranks, mode: str, kind: str) -> None:
+    if mode == "a2a+p2p" and ranks.world < 4:
+        pytest.skip("a2a+p2p takes two groups of two ranks")
+    if kind == "window" and mode in ("p2p", "a2a+p2p"):
+        pytest.skip("a window goes with all_gather and a2a")
+    for form in ("sbhd", "bshd"):
+        assert max(ranks.run(dense, mode, form, 2, KINDS[kind])) < NEAR[ranks.device]
+
+
+def packed(rank: Rank, mode: str, mask: str) -> float:
+    """The same of packed sequences, some of whose slots are not full; NaN stands in padding on the CPU."""
+    torch.manual_seed(0)
+    size = 2 * rank.world
+    lengths, slots = [3 * size - 1, 0, 1, 2 * size], [3 * size, size, size, 2 * size]
+    sums, padded = ([0, *torch.tensor(n).cumsum(0).tolist()] for n in (lengths, slots))
+    real = torch.cat([torch.arange(n) < length for n, length in zip(slots, lengths, strict=True)]).to(rank.device)
+    whole = [drawn(rank, padded[-1], n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
+    for t in whole:
+        t[~real] = float("nan") if rank.device == "cpu" else 1e4
+        t.requires_grad_()
+    dy = drawn(rank, padded[-1], HEADS * WIDTH)
+    cu, cu_padded = (torch.tensor(n, dtype=torch.int32, device=rank.device) for n in (sums, padded))
+    where = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "cu_seqlens_q_padded": cu_padded}
+    where |= {"cu_seqlens_kv_padded": cu_padded, "max_seqlen_q": max(slots), "max_seqlen_kv": max(slots)}
+    one, spread = (attention(qkv_format="thd", attn_mask_type=mask) for _ in range(2))
+    spread.set_context_parallel_group(groups_of(rank, mode), None, None, mode)
+    expected = one(*whole, **where)
+    expected.backward(dy)
+    found: list[float] = []
+    for _ in range(2):
+        own = [packed_part(t.detach(), rank, padded).requires_grad_() for t in whole]
+        out = spread(*own, **where)
+        out.backward(packed_part(dy, rank, padded))
+        wanted = [packed_part(t, rank, padded) for t in (expected.detach(), *[t.grad for t in whole])]
+        found.append(apart((out, *[t.grad for t in own]), wanted))
+    return max(found)
+
+
+@pytest.mark.parametrize("mask", ["padding", "padding_causal"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.four_ranks(mode=MODES)
+def test_packed_sequences(ranks: Ranks, mode: str, mask: str) -> None:
+    if mode == "a2a+p2p" and ranks.world < 4:
+        pytest.skip("a2a+p2p takes two groups of two ranks")
+    assert max(ranks.run(packed, mode, mask)) < NEAR[ranks.device]
+
+
+# ------------------------------------------------------------------------------------------------ a whole layer
+
+
+def layer(rank: Rank, mode: str, recipe: str | None) -> tuple[float, list[Any]]:
+    """A TransformerLayer with rotary embeddings: how far it is from the whole one; whether its calls are replayed."""
+    torch.manual_seed(0)
+    tokens, hidden = 2 * CHUNK * rank.world, HEADS * WIDTH
+    dtype = torch.float32 if rank.device == "cpu" else torch.bfloat16
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+    options |= {"num_gqa_groups": GROUPS, "params_dtype": dtype, "device": rank.device}
+    one = te.TransformerLayer(hidden, 2 * hidden, HEADS, **options)
+    spread = te.TransformerLayer(hidden, 2 * hidden, HEADS, **options)
+    spread.load_state_dict(one.state_dict())
+    spread.set_context_parallel_group(groups_of(rank, mode), list(range(rank.world)), None, mode)
+    angles = te.RotaryPositionEmbedding(WIDTH)(tokens).to(rank.device)
+    x, dy = drawn(rank, tokens, BATCH, hidden).requires_grad_(), drawn(rank, tokens, BATCH, hidden)
+    own = part(x.detach(), rank, 0).requires_grad_()
+    for _ in range(3):
+        x.grad = own.grad = None
+        one.zero_grad(), spread.zero_grad()
+        with region(recipe):
+            y, found = one(x, rotary_pos_emb=angles), spread(own, rotary_pos_emb=angles)
+        y.backward(dy)
+        found.backward(part(dy, rank, 0))
+    grads = [p.grad.float() for p in spread.parameters()]
+    for g in grads:
+        dist.all_reduce(g)
+    wanted = [part(y, rank, 0), part(x.grad, rank, 0), *[p.grad for p in one.parameters()]]
+    far = apart((found, own.grad, *grads), wanted)
+    before = taped.COUNTS.interpreted.total()
+    with region(recipe):
+        spread(own, rotary_pos_emb=angles).backward(part(dy, rank, 0))
+    return far, [taped.COUNTS.interpreted.total() - before]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.four_ranks(mode=["a2a+p2p"])
+def test_a_layer(ranks: Ranks, mode: str) -> None:
+    """Positions, heads and gradients of weights; from the third call on nothing is interpreted."""
+    if mode == "a2a+p2p" and ranks.world < 4:
+        pytest.skip("a2a+p2p takes two groups of two ranks")
+    for far, interpreted in ranks.run(layer, mode, None):
+        assert far < 20 * NEAR[ranks.device]
+        assert interpreted == [0]
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def said(rank: Rank, number: int) -> str:
+    """The error of one of these calls."""
+    torch.manual_seed(0)
+    q, k = drawn(rank, 4, BATCH, HEADS, WIDTH), drawn(rank, 4, BATCH, GROUPS, WIDTH)
+    world = dist.group.WORLD
+    cu = torch.tensor([0, 6, 12], dtype=torch.int32, device=rank.device)
+    mask = torch.zeros(BATCH, 1, 1, 4, dtype=torch.bool, device=rank.device)
+    packed_options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 8, "max_seqlen_kv": 8}
+
+    def spread(mode: str = "p2p", group: Any = world, **options: Any) -> Any:
+        return attention(cp_group=group, cp_comm_type=mode, **options)
+
+    calls: list[Any] = [
+        lambda: spread("ring"),
+        lambda: spread("p2p", [world, world]),
+        lambda: spread().set_context_parallel_group(world, [5, 6]),
+        lambda: spread("a2a+p2p", None)(q, k, k),
+        lambda: spread("a2a+p2p", world)(q, k, k),
+        lambda: spread("a2a+p2p", [world, None])(q, k, k),
+        lambda: spread()(q[:3], k[:3], k[:3]),
+        lambda: spread("a2a")(q[:, :, :3], k[:, :, :3], k[:, :, :3]),
+        lambda: spread(window_size=(2, 0))(q, k, k),
+        lambda: spread(attn_mask_type="causal_bottom_right")(q, k, k),
+        lambda: spread(attn_mask_type="padding")(q, k, k, mask),
+        lambda: spread()(q, k[:2], k[:2]),
+        lambda: spread(qkv_format="thd", attn_mask_type="padding_causal")(
+            *(t.flatten(0, 1)[:6] for t in (q, k, k)), **packed_options
+        ),
+        lambda: pickle.loads(pickle.dumps(spread()))(q, k, k),
+        lambda: spread()(q, k, k, core_attention_bias_type="alibi"),
+    ]
+    try:
+        calls[number]()
+    except (ArgumentError, UnsupportedError, ValueError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+REFUSED = (
+    "cp_comm_type='ring'.*p2p, all_gather, a2a, a2a.p2p",
+    "a list of 2 groups with cp_comm_type='p2p'",
+    r"cp_global_ranks=\[5, 6\]",
+    "a list of two groups.*own tokens only",
+    "a list of two groups.*own tokens only",
+    "a list of two groups.*own tokens only",
+    "3 tokens on this rank.*an even number",
+    "heads",
+    "window_size=.*windows with all_gather or a2a",
+    "attn_mask_type='causal_bottom_right'",
+    "attention_mask.*cu_seqlens of the whole sequences",
+    "4 queries and 2 keys",
+    "multiples of 4",
+    "pickled with context groups of 2 ranks",
+    "ALiBi",
+)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_is_refused(pair: Ranks, number: int) -> None:
+    for text in pair.run(said, number):
+        assert re.search(REFUSED[number], text), text
