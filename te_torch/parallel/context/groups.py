@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -108,15 +109,19 @@ def _size(operation: str, group: Any) -> int:
     return dist.get_world_size(group)
 
 
-def _check_ranks(operation: str, groups: Iterable[Any], given: Any) -> None:
-    """The global ranks that were given, in any order, are those of the groups."""
+def _check_ranks(operation: str, groups: Sequence[Any], given: Any) -> None:
+    """The global ranks that were given, in any order, are those of the groups.
+
+    Of two groups that this rank is in, trainers name all ranks of the rectangle: more than are in either group.
+    """
     if given is None:
         return
     ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
     try:
         named = {int(rank) for rank in given}
     except TypeError:
-        named = None
-    if named != ranks:
+        named = set()
+    rectangle = len(named) == prod(map(dist.get_world_size, groups)) and ranks < named
+    if named != ranks and not rectangle:
         got = f"cp_global_ranks={given!r} with groups of ranks {sorted(ranks)}"
         raise ArgumentError(operation, got, "the global ranks of the groups", "correct cp_global_ranks, or pass None")
