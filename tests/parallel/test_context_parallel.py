@@ -195,6 +195,118 @@ def test_a_layer(ranks: Ranks, mode: str) -> None:
         assert interpreted == [0]
 
 
+# ------------------------------------------------------------------------------------------------ other options
+
+
+def other_options(rank: Rank) -> dict[str, float]:
+    """The largest logits; the attention computed again in backward, by us and by a checkpoint; grouped by compilers."""
+    torch.manual_seed(0)
+    tokens = 2 * CHUNK * rank.world
+    whole = [drawn(rank, tokens, BATCH, n, WIDTH).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
+    dy = drawn(rank, tokens, BATCH, HEADS * WIDTH)
+    one, spread = (attention(attn_mask_type="causal", return_max_logit=True) for _ in range(2))
+    spread.set_context_parallel_group(dist.group.WORLD)
+    plain = attention(attn_mask_type="causal", cp_group=dist.group.WORLD)
+    expected, logits = one(*whole)
+    expected.backward(dy)
+    wanted = [part(t, rank, 0) for t in (expected.detach(), *[t.grad for t in whole])]
+
+    def stepped(call: Any) -> float:
+        own = [part(t.detach(), rank, 0).requires_grad_() for t in whole]
+        out = call(*own)
+        out.backward(part(dy, rank, 0))
+        return apart((out, *[t.grad for t in own]), wanted)
+
+    found = {"logits": apart([spread(*[part(t.detach(), rank, 0) for t in whole])[1]], [logits])}
+    found["again"] = stepped(lambda *qkv: plain(*qkv, checkpoint_core_attention=True))
+    found["checkpoint"] = stepped(lambda *qkv: te.checkpoint(plain, *qkv, use_reentrant=False))
+    found["compiled"] = stepped(torch.compile(plain, backend="eager"))
+    return found
+
+
+def test_other_options(two: Ranks) -> None:
+    for found in two.run(other_options):
+        assert max(found.values()) < NEAR[two.device], found
+
+
+def dropped(rank: Rank, mode: str) -> tuple[list[Any], bool]:
+    """The masks that dropout drew for this rank's rows, read out with v = identity; whether a second run drew anew."""
+    torch.manual_seed(0)
+    tokens = 2 * CHUNK * rank.world
+    q = torch.zeros(tokens // rank.world, 1, HEADS, tokens, device=rank.device)
+    v = torch.eye(tokens, device=rank.device).view(tokens, 1, 1, tokens).expand(-1, -1, HEADS, -1)
+    if rank.device == "cuda":
+        q, v = q.bfloat16(), v.bfloat16()
+    own = part(v, rank, 0).contiguous()
+    module = te.DotProductAttention(HEADS, tokens, attention_dropout=0.5, attn_mask_type="no_mask")
+    module.set_context_parallel_group(dist.group.WORLD, cp_comm_type=mode)
+    q.requires_grad_(), own.requires_grad_()
+    out = module(q, torch.zeros_like(q), own)
+    out.backward(torch.ones_like(out))
+    seen = out.detach().view(-1, HEADS, tokens) > 0  # [query, head, key]
+    dv = own.grad.float().sum(-1)[:, 0]  # [key, head]: the rows of all ranks that keep this key, times the weight
+    kept = seen.sum(0).T.float()  # [key, head] of this rank's rows
+    dist.all_reduce(kept)
+    backward = torch.allclose(dv / (2 / tokens) / tokens, part(kept, rank, 0), rtol=1e-2)
+    again = module(q, torch.zeros_like(q), own).detach().view(-1, HEADS, tokens) > 0
+    return [seen.cpu(), backward], not torch.equal(seen, again)
+
+
+@pytest.mark.parametrize("mode", ["p2p", "all_gather", "a2a"])
+def test_dropout(gloo_ranks: Ranks, mode: str) -> None:
+    """Backward drops what forward dropped; no two ranks, heads or calls drop the same; about a half is dropped."""
+    found = gloo_ranks.run(dropped, mode)
+    masks = [seen[:, head] for (seen, _), _ in found for head in range(HEADS)]
+    assert all(backward and anew for (_, backward), anew in found)
+    assert all(abs(m.float().mean() - 0.5) < 0.05 for m in masks)
+    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+    rows = torch.stack(masks).flatten(0, 1)
+    assert len(rows.unique(dim=0)) == len(rows)
+
+
+def explained(rank: Rank) -> str:
+    tensors = [drawn(rank, 8, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
+    return str(attention(cp_group=dist.group.WORLD).explain(*tensors))
+
+
+def test_explain_says_the_schedule(pair: Ranks) -> None:
+    for text in pair.run(explained):
+        assert "chosen: FusedAttention" in text and "context parallelism needs statistics" in text
+        assert re.search(
+            r"p2p over 2 ranks, rank \d.*step 1: keys of rank \d.*send_recv of k and v: 16384 bytes", text, re.S
+        )
+
+
+def both_ways(rank: Rank) -> float:
+    """Tensor parallelism of neighbours, context parallelism across."""
+    torch.manual_seed(0)
+    tensor = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)][rank.number // 2]
+    context = [dist.new_group([i, i + 2]) for i in range(2)][rank.number % 2]
+    tokens, hidden = 2 * CHUNK * 2, HEADS * WIDTH
+    options: dict[str, Any] = {"attention_dropout": 0.0, "attn_mask_type": "causal", "bias": False}
+    options |= {"device": rank.device, "params_dtype": drawn(rank, 1).dtype, "fuse_qkv_params": False}
+    one = te.MultiheadAttention(hidden, HEADS, **options)
+    spread = te.MultiheadAttention(hidden, HEADS, set_parallel_mode=True, tp_group=tensor, **options)
+    spread.set_context_parallel_group(context)
+    values = dict(one.named_parameters())
+    with torch.no_grad():
+        for name, p in spread.named_parameters():
+            p.copy_(values[name].chunk(2, p.partition_dim)[rank.number % 2])
+    x, dy = drawn(rank, tokens, BATCH, hidden).requires_grad_(), drawn(rank, tokens, BATCH, hidden)
+    where = Rank(rank.number // 2, 2, rank.device)
+    own = part(x.detach(), where, 0).requires_grad_()
+    y, found = one(x), spread(own)
+    y.backward(dy), found.backward(part(dy, where, 0))
+    return apart((found, own.grad), (part(y, where, 0), part(x.grad, where, 0)))
+
+
+@pytest.mark.four_ranks
+def test_with_tensor_parallelism(ranks: Ranks) -> None:
+    if ranks.world < 4:
+        pytest.skip("two times two ranks")
+    assert max(ranks.run(both_ways)) < 10 * NEAR[ranks.device]
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
