@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from te_core import dtypes
 from te_core.attention import AttentionSpec
 from te_core.layers import attention
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionNeeds
-from te_core.layers.communicator import InProcessCommunicator, InProcessRanks
+from te_core.layers.communicator import InProcessCommunicator, InProcessRanks, as_bytes
 from te_core.layers.context.schedule import Context
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -57,6 +56,8 @@ class Case:
     dropout: float = 0.0
     bias: str = "no_bias"
     width: int = 8
+    tokens: int = 0  # of all sequences, in the place of `lengths`
+    packed: tuple[tuple[int, int], ...] = ()  # chunk and length of each, in the place of `lengths`
     seed: int = 0
 
     @property
@@ -112,8 +113,12 @@ class Case:
             context=context,
         )
 
-    def sequences(self, side: str) -> list[Sequence_]:
+    def sequences(self, side: str) -> list[Tokens]:
         """Chunks of dense formats are of one length."""
+        if self.packed:
+            return [Tokens(chunk, 2 * self.size * chunk, length) for chunk, length in self.packed]
+        if self.tokens:
+            return [Tokens(self.tokens // (2 * self.size), self.tokens, self.tokens)]
         found = []
         for i, (chunk, part) in enumerate(LENGTHS[self.lengths]):
             if side == "kv" and self.cross:
@@ -122,11 +127,11 @@ class Case:
                 chunk += i
             padded = 2 * self.size * chunk
             length = 1 if part == "one" else round(padded * float(part))
-            found.append(Sequence_(chunk, padded, length if self.padded else padded))
+            found.append(Tokens(chunk, padded, length if self.padded else padded))
         return found
 
 
-class Sequence_(NamedTuple):
+class Tokens(NamedTuple):
     """The tokens of a chunk, of all of them, and those that are valid."""
 
     chunk: int
@@ -137,7 +142,7 @@ class Sequence_(NamedTuple):
 class Side:
     """Where the tokens of queries, or of keys, lie, as a whole and on ranks."""
 
-    def __init__(self, form: str, size: int, sequences: Sequence[Sequence_]) -> None:
+    def __init__(self, form: str, size: int, sequences: Sequence[Tokens]) -> None:
         self.form, self.size, self.sequences = form, size, list(sequences)
         self.longest = max((s.padded for s in sequences), default=0)
         self.lengths = np.array([s.length for s in sequences])
@@ -390,9 +395,43 @@ def run(case: Case, batch: Batch | None = None, ranks: Ranks | None = None) -> t
     return batch.together(ranks.run(lambda rank, comm: step(case, batch, rank, comm))), ranks
 
 
-def communicator(ranks: InProcessRanks, rank: int) -> InProcessCommunicator:
-    """The plain one."""
-    return ranks.of(rank)
+class LateCommunicator(InProcessCommunicator):
+    """What it brings arrives when it is waited for; until then NaN stands there, and what goes must not change."""
+
+    def __init__(self, ranks: InProcessRanks, rank: int, note: Callable[[str], None] | None = None) -> None:
+        super().__init__(ranks, rank)
+        self.note = note or (lambda what: None)
+
+    def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> Any:
+        return self._late("all_gather", part, out, super().all_gather)
+
+    def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Any:
+        return self._late("reduce_scatter", whole, out, super().reduce_scatter)
+
+    def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> Any:
+        return self._late("all_to_all", t, out, super().all_to_all)
+
+    def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Any:
+        begin = super().send_recv
+        return self._late("send_recv", t, out, lambda rt, given, made: begin(rt, given, to, made, source))
+
+    def _late(self, name: str, given: Tensor, out: Tensor, begin: Callable[..., Any]) -> Any:
+        self.note(f"begin {name}")
+        made = RT.empty(out.shape, out.dtype)
+        begin(RT, given, made)
+        as_bytes(out).numpy()[...] = 255
+        return _Late(name, given, out, made, self.note)
 
 
-FP32 = dtypes.float32
+class _Late:
+    """An operation on its way."""
+
+    def __init__(self, name: str, given: Tensor, out: Tensor, made: Tensor, note: Callable[[str], None]) -> None:
+        self.name, self.given, self.out, self.made, self.note = name, given, out, made, note
+        self.before = as_bytes(given).numpy().copy()
+
+    def wait(self) -> None:
+        self.note(f"wait {self.name}")
+        assert np.array_equal(as_bytes(self.given).numpy(), self.before), "changed on its way"
+        assert (as_bytes(self.out).numpy() == 255).all(), "written to before it came"
+        as_bytes(self.out).numpy()[...] = as_bytes(self.made).numpy()

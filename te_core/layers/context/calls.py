@@ -23,6 +23,9 @@ from te_core.ops.context import Span
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
+#: More calls than ranks no rank has, unless it is these.
+_MOST = 4
+
 
 class Piece(NamedTuple):
     """A range of a rank's queries, as one of the calls that add up to its result."""
@@ -257,7 +260,8 @@ class Problem:
         self._stats: dict[int | None, Tensor] = {}
         self.pairs = None
         if terms.rng is not None:  # of the whole batch one pair; each call of each rank draws by one of its own
-            numbers = tuple(schedule.rank * len(self.sides) + i for i in range(len(self.sides)))
+            first = schedule.rank * (schedule.context.size + _MOST)
+            numbers = tuple(first + i for i in range(len(self.sides)))
             self.pairs = ops.context_draws(rt, terms.rng, numbers)
 
     def of_step(self, source: int | None) -> list[Sides]:

@@ -111,7 +111,10 @@ class Schedule:
 
     def explain(self, load: Load) -> str:
         """Steps, calls and bytes in words."""
+        parts = self.context.heads
         lines = [f"{self.context.mode} over {self.context.size} ranks, rank {self.rank}"]
+        if parts > 1:
+            lines[0] += f": 1 of {parts} parts of the heads, in chunks of {parts} chunks"
         for number, step in enumerate(self.steps):
             source = "" if step.source is None else f": keys of rank {step.source}"
             lines.append(f"  step {number}{source}")
