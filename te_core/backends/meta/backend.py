@@ -44,8 +44,12 @@ plan_attention_backward = plan_attention_forward = _plan
 attention_backward = attention_forward = _run
 plan_attention_fp8_backward = plan_attention_fp8_forward = _plan
 attention_fp8_backward = attention_fp8_forward = scale_pairs = _run
+plan_attention_merge = plan_attention_sink_grad = plan_context_sum = _plan
+attention_merge = attention_sink_grad = context_sum = _run
 plan_attention_scored = _plan
 attention_scored = _run
+plan_context_draws = plan_context_lengths = plan_context_mark = plan_context_max = plan_context_rows = _plan
+context_draws = context_lengths = context_mark = context_max = context_rows = _run
 add = bias_dropout_add = bias_dropout_add_backward = _run
 plan_gemm = _plan
 plan_kv_append = plan_kv_gather = plan_kv_move = _plan
