@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from te_core import dtypes
 from te_core.attention import AttentionSpec
