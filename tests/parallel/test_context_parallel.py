@@ -258,7 +258,7 @@ def test_dropout(gloo_ranks: Ranks, mode: str) -> None:
     found = gloo_ranks.run(dropped, mode)
     masks = [seen[:, head] for (seen, _), _ in found for head in range(HEADS)]
     assert all(backward and anew for (_, backward), anew in found)
-    assert all(abs(m.float().mean() - 0.5) < 0.05 for m in masks)
+    assert abs(torch.stack(masks).float().mean() - 0.5) < 0.02
     assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
     rows = torch.stack(masks).flatten(0, 1)
     assert len(rows.unique(dim=0)) == len(rows)
