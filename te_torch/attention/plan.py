@@ -254,7 +254,6 @@ def _check_context(static: Static, key: Key, spec: AttentionSpec, sizes: Sizes) 
         (key.mask is not None, "attention_mask", "pass cu_seqlens of the whole sequences, with a mask type of padding"),
         (key.cached or key.pages is not None, "inference_params", "generate on one rank"),
         (bool(key.score_mod), "score_mod or torch_score_mod", "leave the functions of the scores out"),
-        ("bottom_right" in key.mask_type, f"attn_mask_type={key.mask_type!r}", "use causal or padding_causal"),
         (key.form == "thd" and "padding" not in key.mask_type, f"thd with {key.mask_type!r}", "use a padding type"),
     ):
         if given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ import torch.distributed as dist
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tape import taped
+from te_core.tools.context_table import FEATURES, asked
 from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.test_graphed_spread import graphed
 from tests.recipes import region
 
 MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -51,7 +54,7 @@ def drawn(rank: Rank, *shape: int) -> torch.Tensor:
 def apart(found: Sequence[Any], wanted: Sequence[Any]) -> float:
     """The largest difference, as a share of the largest element."""
     pairs = zip(found, wanted, strict=True)
-    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+    return max(((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-9)).item() for a, b in pairs)
 
 
 def attention(**options: Any) -> Any:
@@ -193,6 +196,42 @@ def test_a_layer(ranks: Ranks, mode: str) -> None:
     for far, interpreted in ranks.run(layer, mode, None):
         assert far < 20 * NEAR[ranks.device]
         assert interpreted == [0]
+
+
+def captured(rank: Rank, mode: str, recipe: str | None) -> list[str]:
+    """What differs between steps of a layer's graph and eager ones."""
+    torch.manual_seed(0)
+    tokens, hidden = 2 * CHUNK, HEADS * WIDTH
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+    options |= {"num_gqa_groups": GROUPS, "params_dtype": drawn(rank, 1).dtype, "device": rank.device}
+    eager = te.TransformerLayer(hidden, 2 * hidden, HEADS, **options)
+    eager.set_context_parallel_group(dist.group.WORLD, cp_comm_type=mode)
+    layer = copy.deepcopy(eager)
+    inputs = [drawn(rank, tokens, BATCH, hidden) for _ in range(4)]
+    sample = drawn(rank, tokens, BATCH, hidden).requires_grad_()
+    with region(recipe):  # ranks meet before the capture
+        layer(sample), eager(sample)
+    layer.load_state_dict(eager.state_dict())
+    call = graphed(layer, rank, (sample,), recipe)
+    eager.load_state_dict(layer.state_dict())
+    found = []
+    for x in inputs:
+        results = []
+        for module, run in ((eager, eager), (layer, call)):
+            own = x.clone().requires_grad_()
+            module.zero_grad()
+            with region(recipe):
+                y = run(own)
+            y.backward(torch.ones_like(y))
+            results.append((y.detach(), own.grad, *[p.grad for p in module.parameters()]))
+        found += [f"result {i}" for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
+    return found
+
+
+@pytest.mark.parametrize(("mode", "recipe"), [("p2p", None), ("p2p", "delayed"), ("all_gather", None), ("a2a", None)])
+def test_a_captured_layer(two: Ranks, mode: str, recipe: str | None) -> None:
+    """Transfers are part of the graph, and its steps have the bits of eager ones."""
+    assert two.run(captured, mode, recipe) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ other options
@@ -358,7 +397,7 @@ REFUSED = (
     "3 tokens on this rank.*an even number",
     "heads",
     "window_size=.*windows with all_gather or a2a",
-    "attn_mask_type='causal_bottom_right'",
+    "bottom-right.*use causal or padding_causal",
     "attention_mask.*cu_seqlens of the whole sequences",
     "4 queries and 2 keys",
     "multiples of 4",
@@ -371,3 +410,82 @@ REFUSED = (
 def test_what_is_refused(pair: Ranks, number: int) -> None:
     for text in pair.run(said, number):
         assert re.search(REFUSED[number], text), text
+
+
+#: By feature of the table: options of the module, and of its forward besides lengths.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no mask": ({}, {}),
+    "causal": ({"attn_mask_type": "causal"}, {}),
+    "padding, dense": ({"attn_mask_type": "padding"}, {}),
+    "padding, causal, dense": ({"attn_mask_type": "padding_causal"}, {}),
+    "packed (thd)": ({"attn_mask_type": "padding", "qkv_format": "thd"}, {}),
+    "packed (thd), causal": ({"attn_mask_type": "padding_causal", "qkv_format": "thd"}, {}),
+    "window, causal": ({"attn_mask_type": "causal", "window_size": (4, 0)}, {}),
+    "window, causal, packed": ({"attn_mask_type": "padding_causal", "qkv_format": "thd", "window_size": (4, 0)}, {}),
+    "window, both sides": ({"window_size": (4, 4)}, {}),
+    "window, both sides, packed": ({"attn_mask_type": "padding", "qkv_format": "thd", "window_size": (4, 4)}, {}),
+    "window, causal, dropout": ({"attn_mask_type": "causal", "window_size": (4, 0), "attention_dropout": 0.1}, {}),
+    "diagonal bottom-right": ({"attn_mask_type": "causal_bottom_right"}, {}),
+    "attention_mask": ({"attn_mask_type": "arbitrary"}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}),
+    "cross attention": ({"attention_type": "cross"}, {}),
+    "cross attention, causal": ({"attention_type": "cross", "attn_mask_type": "causal"}, {}),
+    "bias": ({}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 8, 8)}),
+    "ALiBi": ({"attn_mask_type": "causal"}, {"core_attention_bias_type": "alibi"}),
+    "softmax off-by-one": ({"attn_mask_type": "causal", "softmax_type": "off-by-one"}, {}),
+    "softmax learnable": ({"attn_mask_type": "causal", "softmax_type": "learnable"}, {}),
+    "dropout": ({"attn_mask_type": "causal", "attention_dropout": 0.1}, {}),
+    "return_max_logit": ({"attn_mask_type": "causal", "return_max_logit": True}, {}),
+    "soft-cap": ({"attn_mask_type": "causal", "logit_softcap": 20.0}, {}),
+    "GQA, more ranks than groups": ({"attn_mask_type": "causal", "num_gqa_groups": 1}, {}),
+}
+
+
+def cells(rank: Rank, mode: str) -> dict[str, tuple[str, float]]:
+    group = groups_of(rank, mode)
+    return {feature: cell(rank, mode, group, feature) for feature in FEATURES}
+
+
+def cell(rank: Rank, mode: str, group: Any, feature: str) -> tuple[str, float]:
+    """(the refusal, or how far the output and dV are from those of whole sequences)."""
+    torch.manual_seed(0)
+    static, options = OPTIONS[feature]
+    static = {"attn_mask_type": "no_mask", "num_gqa_groups": GROUPS, **static}
+    options = {k: v.to(rank.device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    tokens, keys = 8 * rank.world, (4 if "cross" in feature else 8) * rank.world
+    lead = ((n,) if static.get("qkv_format") == "thd" else (n, BATCH) for n in (tokens, keys, keys))
+    shapes = [(*a, n, WIDTH) for a, n in zip(lead, (HEADS, *(static["num_gqa_groups"],) * 2), strict=True)]
+    if "padding" in static["attn_mask_type"]:
+        packed = static.get("qkv_format") == "thd"
+        sums = [0, 3, 5] if not packed else [0, tokens // 2, tokens]
+        cu = torch.tensor(sums, dtype=torch.int32, device=rank.device)
+        options = {**options, "cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+        options |= {"max_seqlen_q": tokens, "max_seqlen_kv": tokens} if packed else {}
+        cut = (lambda t: packed_part(t, rank, sums)) if packed else (lambda t: part(t, rank, 0))
+    else:
+        cut = lambda t: part(t, rank, 0)  # noqa: E731  a choice of two
+    whole = [drawn(rank, *shape).requires_grad_() for shape in shapes]
+    one, spread = (te.DotProductAttention(HEADS, WIDTH, **static) for _ in range(2))
+    try:
+        spread.set_context_parallel_group(group, cp_comm_type=mode)
+        own = [cut(t.detach()).requires_grad_() for t in whole]
+        found = spread(*own, **options)
+    except (ArgumentError, UnsupportedError) as error:
+        return str(error), 0.0
+    wanted = one(*whole, **options)
+    outs = [t[0] if isinstance(t, tuple) else t for t in (found, wanted)]
+    (outs[0].square().sum() / 8).backward(), (outs[1].square().sum() / 8).backward()
+    return "", apart((outs[0], own[2].grad), (cut(outs[1]), cut(whole[2].grad)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.four_ranks(mode=["a2a+p2p"])
+def test_the_table_of_the_docs(ranks: Ranks, mode: str) -> None:
+    """What it says yes to computes what whole sequences do, and what it says no to is refused with these words."""
+    if mode == "a2a+p2p" and ranks.world < 4:
+        pytest.skip("a2a+p2p takes two groups of two ranks")
+    assert OPTIONS.keys() == FEATURES.keys()
+    for found in ranks.run(cells, mode):
+        for feature, (error, far) in found.items():
+            said = asked(mode, feature)
+            assert ("" if said is None else said.do) in error and bool(error) is (said is not None), (feature, error)
+            assert "dropout" in feature or far < NEAR[ranks.device], (feature, far)

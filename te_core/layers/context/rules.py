@@ -99,6 +99,12 @@ def _mask(cut: Cut) -> Refusal | None:
     )
 
 
+def _corner(cut: Cut) -> Refusal | None:
+    if not (cut.core.bottom_right and cut.core.causal):  # of other windows both ends are in corners: lengths are equal
+        return None
+    return Refusal("a diagonal that ends bottom-right", "one that ends top-left", "use causal or padding_causal")
+
+
 def _windows(cut: Cut) -> Refusal | None:
     core, context = cut.core, cut.context
     if not core.windowed or context.ring == 1:
@@ -106,7 +112,7 @@ def _windows(cut: Cut) -> Refusal | None:
     window = f"window_size=({core.left}, {core.right})"
     if context.mode != "all_gather":
         return Refusal(
-            f"{window} with cp_comm_type={context.mode!r}", "windows with all_gather or a2a", "use one of these"
+            f"{window} with cp_comm_type={context.mode!r}", "windows with all_gather or a2a", "use all_gather or a2a"
         )
     if core.right != 0 and core.padded:
         return Refusal(f"{window} with padding or thd, by all_gather", "a window that ends with its query", "use a2a")
@@ -129,6 +135,7 @@ RULES: tuple[Callable[[Cut], Refusal | None], ...] = (
     _halves,
     _heads,
     _mask,
+    _corner,
     _diagonal,
     _windows,
     _bias,
