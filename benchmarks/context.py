@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.context [--layer]
 
 Causal, 32 query heads on 8 groups of 128 channels, bfloat16, one sequence. Each rank measures the whole sequence on its
-own GPU, then its part of it. Times are of the slower rank; `hidden` is the share of the added time that the bound of
-`benchmarks.context_calls` explains. Peaks leave out inputs and gradients of the measured tensors.
+own GPU, then its part of it. Times are of the slower rank. Peaks are of rank 0, above inputs and weights.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +94,18 @@ def layer(tokens: int, mode: str | None) -> Callable[[], Any]:
         module(x, rotary_pos_emb=angles).backward(dy)
 
     return step
+
+
+def table() -> str:
+    """The newest record, as Markdown."""
+    newest = max((Path(__file__).parent / "results").glob("*-x2-context.json"))
+    lines = ["| | tokens | one GPU | " + " | ".join(MODES) + " |", "|---" * (3 + len(MODES)) + "|"]
+    for row in json.loads(newest.read_text())["rows"]:
+        one = row["one"]
+        cells = [f"{row[m]['times']:.2f} x, {row[m]['peak_mib']:,.0f} MiB" for m in MODES]
+        cells = [f"{one['ms']:,.1f} ms, {one['peak_mib']:,.0f} MiB", *cells]
+        lines.append(f"| {row['what']} | {row['tokens']:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
