@@ -108,6 +108,26 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def exposed(step: Callable[[], Any]) -> float:
+    """Of a step's time on this GPU, the share in which a transfer runs and nothing else."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    transfers, others = ([], [])  # type: tuple[list[tuple[float, float]], list[tuple[float, float]]]
+    for e in kernels:
+        (transfers if "nccl" in e.name else others).append((e.time_range.start, e.time_range.end))
+    marks = [(a, 1, 0) for a, _ in transfers] + [(b, -1, 0) for _, b in transfers]
+    marks = sorted(marks + [(a, 0, 1) for a, _ in others] + [(b, 0, -1) for _, b in others])
+    alone, moving, computing, before = 0.0, 0, 0, marks[0][0]
+    for at, transfer, other in marks:
+        if moving and not computing:
+            alone += at - before
+        moving, computing, before = moving + transfer, computing + other, at
+    return round(alone / (marks[-1][0] - marks[0][0]), 4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", action="store_true", help="also a layer of Llama 8B at 32,768 tokens")
@@ -121,6 +141,7 @@ def main() -> None:
             for mode in MODES:
                 found = measured(make(tokens // world, mode), ROUNDS[tokens])
                 row[mode] = {**found, "times": round(row["one"]["ms"] / found["ms"], 3)}
+                row[mode]["exposed"] = exposed(make(tokens // world, mode))
             rows.append(row)
             if dist.get_rank() == 0:
                 print(row, flush=True)
