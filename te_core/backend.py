@@ -3,8 +3,9 @@
 A backend is a module, `te_core/backends/<name>/backend.py`, that gathers functions of the files beside it, which are
 named as in te_core/ops. A type checker compares it with this protocol (te_core/backends/every.py).
 
-A `plan_` function decides all that follows from a spec; the plan is immutable and shared by threads, and what runs it
-fills in addresses and launches. The ops floor says what specs and operands are, and what is computed.
+The ops floor says what specs and operands are, and what is computed. Where it takes long to decide how (products,
+attention), a `plan_` function does; the plan is immutable and shared by threads (`PlanCache.find`), and what runs it
+fills in addresses and launches.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from te_core.ops.padding_order import PaddingOrderSpec
     from te_core.ops.permute import Operands as PermuteOperands
     from te_core.ops.permute import PermuteSpec, RowMapSpec
-    from te_core.ops.quantize import QuantizeSpec, ScalingState
+    from te_core.ops.quantize import ScalingState
+    from te_core.ops.quantize_grouped import GroupedSpec
     from te_core.ops.rope import RopeOpSpec, RopeQkvOpSpec
     from te_core.ops.softmax import SoftmaxOpSpec
-    from te_core.ops.swizzle import SwizzleSpec
     from te_core.runtime import Allocator, Runtime
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -85,35 +86,30 @@ class Backend(Protocol):
 
     # ------------------------------------------------------------------------------------------ narrow formats
 
-    def plan_quantize(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
     def quantize(
-        self, rt: Runtime, plan: Any, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
+        self, rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
     ) -> None: ...
     def dequantize(self, rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool, /) -> None: ...
 
-    def plan_quantize_block(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
     def quantize_block(
-        self, rt: Runtime, plan: Any, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
+        self, rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
     ) -> None: ...
     def dequantize_block(self, rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool, /) -> None: ...
 
-    def plan_quantize_mxfp8(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
     def quantize_mxfp8(
-        self, rt: Runtime, plan: Any, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
+        self, rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
     ) -> None: ...
     def dequantize_mxfp8(self, rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool, /) -> None: ...
 
-    def plan_quantize_nvfp4(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
     def quantize_nvfp4(
-        self, rt: Runtime, plan: Any, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
+        self, rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
     ) -> None: ...
     def dequantize_nvfp4(self, rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool, /) -> None: ...
 
-    def plan_quantize_grouped(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
     def quantize_grouped(
         self,
         rt: Runtime,
-        plan: Any,
+        spec: GroupedSpec,
         parts: Sequence[Tensor],
         casts: Sequence[Cast],
         outs: Sequence[QuantizedTensor],
@@ -121,8 +117,7 @@ class Backend(Protocol):
         /,
     ) -> None: ...
 
-    def plan_swizzle_scales(self, rt: Runtime, spec: SwizzleSpec, /) -> Any: ...
-    def swizzle_scales(self, rt: Runtime, plan: Any, scale: Tensor, out: Tensor, /) -> None: ...
+    def swizzle_scales(self, rt: Runtime, scale: Tensor, out: Tensor, transposed: bool, /) -> None: ...
 
     def amax(self, rt: Runtime, x: Tensor, out: Tensor, column_sum: Tensor | None, /) -> None: ...
     def amax_many(self, rt: Runtime, tensors: Sequence[Tensor], out: Tensor, /) -> None: ...
@@ -145,20 +140,16 @@ class Backend(Protocol):
 
     # ------------------------------------------------------------------------------------------ rows of a matrix
 
-    def plan_norm_forward(self, rt: Runtime, spec: NormOpSpec, /) -> Any: ...
-    def norm_forward(self, rt: Runtime, plan: Any, operands: NormOperands, /) -> None: ...
-    def plan_norm_backward(self, rt: Runtime, spec: NormOpSpec, /) -> Any: ...
-    def norm_backward(self, rt: Runtime, plan: Any, operands: NormGradients, /) -> None: ...
+    def norm_forward(self, rt: Runtime, spec: NormOpSpec, operands: NormOperands, /) -> None: ...
+    def norm_backward(self, rt: Runtime, spec: NormOpSpec, operands: NormGradients, /) -> None: ...
 
-    def plan_l2_norm_forward(self, rt: Runtime, spec: L2NormOpSpec, /) -> Any: ...
-    def l2_norm_forward(self, rt: Runtime, plan: Any, x: Tensor, y: Tensor, eps: float, /) -> None: ...
-    def plan_l2_norm_backward(self, rt: Runtime, spec: L2NormOpSpec, /) -> Any: ...
-    def l2_norm_backward(self, rt: Runtime, plan: Any, dy: Tensor, x: Tensor, dx: Tensor, eps: float, /) -> None: ...
+    def l2_norm_forward(self, rt: Runtime, spec: L2NormOpSpec, x: Tensor, y: Tensor, eps: float, /) -> None: ...
+    def l2_norm_backward(
+        self, rt: Runtime, spec: L2NormOpSpec, dy: Tensor, x: Tensor, dx: Tensor, eps: float, /
+    ) -> None: ...
 
-    def plan_activation_forward(self, rt: Runtime, spec: ActivationSpec, /) -> Any: ...
-    def activation_forward(self, rt: Runtime, plan: Any, operands: ActivationOperands, /) -> None: ...
-    def plan_activation_backward(self, rt: Runtime, spec: ActivationSpec, /) -> Any: ...
-    def activation_backward(self, rt: Runtime, plan: Any, operands: ActivationOperands, /) -> None: ...
+    def activation_forward(self, rt: Runtime, spec: ActivationSpec, operands: ActivationOperands, /) -> None: ...
+    def activation_backward(self, rt: Runtime, spec: ActivationSpec, operands: ActivationOperands, /) -> None: ...
 
     def column_sum(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
     def add(self, rt: Runtime, a: Tensor, b: Tensor, out: Tensor, /) -> None: ...
@@ -195,11 +186,10 @@ class Backend(Protocol):
         self, rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor | None], out: Tensor, /
     ) -> None: ...
 
-    def plan_softmax_forward(self, rt: Runtime, spec: SoftmaxOpSpec, /) -> Any: ...
     def softmax_forward(
         self,
         rt: Runtime,
-        plan: Any,
+        spec: SoftmaxOpSpec,
         x: Tensor,
         mask: Tensor | None,
         lengths: Pair,
@@ -208,16 +198,23 @@ class Backend(Protocol):
         scale: float,
         /,
     ) -> None: ...
-    def plan_softmax_backward(self, rt: Runtime, spec: SoftmaxOpSpec, /) -> Any: ...
     def softmax_backward(
-        self, rt: Runtime, plan: Any, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float, /
+        self,
+        rt: Runtime,
+        spec: SoftmaxOpSpec,
+        dy: Tensor,
+        y: Tensor,
+        lengths: Pair,
+        sinks: Pair,
+        dx: Tensor,
+        scale: float,
+        /,
     ) -> None: ...
 
-    def plan_rope(self, rt: Runtime, spec: RopeOpSpec, /) -> Any: ...
     def rope(
         self,
         rt: Runtime,
-        plan: Any,
+        spec: RopeOpSpec,
         t: Tensor,
         freqs: Tensor,
         cu_seqlens: Tensor | None,
@@ -225,11 +222,10 @@ class Backend(Protocol):
         out: Tensor,
         /,
     ) -> None: ...
-    def plan_rope_qkv(self, rt: Runtime, spec: RopeQkvOpSpec, /) -> Any: ...
     def rope_qkv(
         self,
         rt: Runtime,
-        plan: Any,
+        spec: RopeQkvOpSpec,
         packed: Tensor,
         parts: tuple[Tensor | None, ...],
         freqs: tuple[Tensor | None, ...],
@@ -238,14 +234,21 @@ class Backend(Protocol):
         /,
     ) -> None: ...
 
-    def plan_kv_append(self, rt: Runtime, spec: KVAppendSpec, /) -> Any: ...
     def kv_append(
-        self, rt: Runtime, plan: Any, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor, /
+        self,
+        rt: Runtime,
+        spec: KVAppendSpec,
+        new_k: Tensor,
+        new_v: Tensor,
+        cache: KVCache,
+        cu_new: Tensor,
+        cu_cached: Tensor,
+        /,
     ) -> None: ...
-    def plan_kv_move(self, rt: Runtime, spec: KVMoveSpec, /) -> Any: ...
-    def kv_move(self, rt: Runtime, plan: Any, cache: KVCache, moves: Tensor, /) -> None: ...
-    def plan_kv_gather(self, rt: Runtime, spec: KVGatherSpec, /) -> Any: ...
-    def kv_gather(self, rt: Runtime, plan: Any, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor, /) -> None: ...
+    def kv_move(self, rt: Runtime, spec: KVMoveSpec, cache: KVCache, moves: Tensor, /) -> None: ...
+    def kv_gather(
+        self, rt: Runtime, spec: KVGatherSpec, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor, /
+    ) -> None: ...
 
     # ----------------------------------------------------------------------- attention over several ranks' keys
 
@@ -271,33 +274,28 @@ class Backend(Protocol):
 
     # ------------------------------------------------------------------------------------- tokens and padding
 
-    def plan_padding_order(self, rt: Runtime, spec: PaddingOrderSpec, /) -> Any: ...
     def padding_order(
-        self, rt: Runtime, plan: Any, mask: Tensor, there: Tensor, again: Tensor, cu: Tensor, /
+        self, rt: Runtime, spec: PaddingOrderSpec, mask: Tensor, there: Tensor, again: Tensor, cu: Tensor, /
     ) -> None: ...
 
     # ------------------------------------------------------------------------------------- tokens and experts
 
-    def plan_row_map(self, rt: Runtime, spec: RowMapSpec, /) -> Any: ...
     def row_map(
-        self, rt: Runtime, plan: Any, source: Tensor, beside: Tensor | None, out: Tensor, rows: int, /
+        self, rt: Runtime, spec: RowMapSpec, source: Tensor, beside: Tensor | None, out: Tensor, rows: int, /
     ) -> None: ...
-    def plan_permute(self, rt: Runtime, spec: PermuteSpec, /) -> Any: ...
     def permute(
-        self, rt: Runtime, plan: Any, operands: PermuteOperands, out: Tensor, row_probs: Tensor | None, /
+        self, rt: Runtime, spec: PermuteSpec, operands: PermuteOperands, out: Tensor, row_probs: Tensor | None, /
     ) -> None: ...
-    def plan_unpermute(self, rt: Runtime, spec: PermuteSpec, /) -> Any: ...
     def unpermute(
         self,
         rt: Runtime,
-        plan: Any,
+        spec: PermuteSpec,
         operands: PermuteOperands,
         row_probs: Tensor | None,
         out: Tensor,
         probs: Tensor | None,
         /,
     ) -> None: ...
-    def plan_unpermute_backward(self, rt: Runtime, spec: PermuteSpec, /) -> Any: ...
     def unpermute_backward(
-        self, rt: Runtime, plan: Any, dy: Tensor, operands: PermuteOperands, dx: Tensor, d_weights: Tensor, /
+        self, rt: Runtime, spec: PermuteSpec, dy: Tensor, operands: PermuteOperands, dx: Tensor, d_weights: Tensor, /
     ) -> None: ...

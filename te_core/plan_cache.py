@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from threading import RLock
 from typing import Any
+
+from te_core.tensor import Tensor
+
+
+def known(asked: Any) -> Any:
+    """What a plan depends on of what it is made for: of tensors, at any depth, what their memory is like."""
+    if isinstance(asked, Tensor):
+        return asked.dtype, asked.shape, asked.strides, asked.device, asked.ptr & 15
+    return tuple(map(known, asked)) if isinstance(asked, (tuple, list)) else asked
 
 
 def drop_oldest(kept: dict[Any, Any]) -> None:
@@ -36,6 +45,15 @@ class PlanCache:
         self._lock = RLock()  # a plan that goes may free what comes back here
         self._plans: dict[Hashable, Any] = {}  # the younger generation: nearly every hit
         self._before: dict[Hashable, Any] = {}
+
+    def find(self, rt: Any, make: Callable[[Any, Any], Any], asked: Any, *beside: Hashable, like: Any = None) -> Any:
+        """make(rt, asked), made once for all that is alike (see `known`); `beside` counts, too.
+
+        `like` counts in the place of `asked`, of which the cache is to keep nothing alive.
+        """
+        key = make, known(asked if like is None else like), beside
+        plan = self.get(key)
+        return self.put(key, make(rt, asked)) if plan is None else plan
 
     def get(self, key: Hashable) -> Any:
         """The plan of this key, or None."""

@@ -27,6 +27,11 @@ _layers: dict[str, Layer] = {}
 families: dict[str, Callable[[int], Layer]] = {}
 
 
+def named(name: str) -> Layer | None:
+    """The layer of this name, if it is made already."""
+    return _layers.get(name)
+
+
 class Slots(NamedTuple):
     """Where scales are, in a layer's state, of what other layers give it quantized, and of what it gives: columns."""
 
@@ -70,7 +75,7 @@ class Layer:
         _layers[self.name] = self
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """A layer with its spec: what one module does in one precision. Made once, then shared by all its calls."""
 
@@ -80,11 +85,17 @@ class Call:
     options: dict[str, Any]  # further keyword arguments of the layer's functions
     forward: Replayed = field(init=False, repr=False)  # the layer's functions with this spec, as they are called
     backward: Replayed = field(init=False, repr=False)
+    #: Of its operators (te_torch/operators.py), known since their shapes were worked out. Per key, plan of copies and
+    #: carried inputs, where each saved tensor comes from: input i is i, output i is -2 - i (kept copies of weights come
+    #: behind the outputs), neither is -1; None if absent. And which input gradients backward returns.
+    origins: dict[tuple[str, str, str], tuple[int | None, ...]] = field(default_factory=dict, init=False, repr=False)
+    gives: tuple[bool, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            taped = Taped(f"{self.layer.name} {name}", getattr(self.layer, name), self.spec)
-            object.__setattr__(self, name, Replayed(taped))
+        self.forward, self.backward = (
+            Replayed(Taped(f"{self.layer.name} {name}", getattr(self.layer, name), self.spec))
+            for name in ("forward", "backward")
+        )
 
 
 # Calls live as long as a module has them, those of compiled programs for good.

@@ -8,7 +8,6 @@ only: FP8 rows are a multiple of 16 wide, and every activation dtype has room fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -20,7 +19,7 @@ from te_core.ops import raw as ops
 from te_core.quantized import Format, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-from te_torch.export.handed import Handed
+from te_torch.export.handed import Handed, StandIn
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_torch
 from te_torch.tensors.buffers import Buffers, core_of, of_core
 
@@ -28,29 +27,20 @@ _SCALE = 4  # bytes
 HANDING = "|"  # what `handing` gives begins with it
 
 
-class Carried:
-    """In traced code, in the place of a quantized tensor; for what calls ask of it, a tensor of its values.
+class Carried(StandIn):
+    """In traced code, in the place of a quantized tensor.
 
     `form` is the name of its element type, `grad` that of its gradient; "": its gradient is plain. `giver`: the state
     whose scale it has (None: no state), and the columns of that scale and of its gradient's there.
     """
 
     def __init__(self, t: torch.Tensor, form: str, grad: str, giver: tuple[Any, int, int]) -> None:
-        self.t, self.form, self.grad, self.giver = t, form, grad, giver
+        super().__init__(t)
+        self.form, self.grad, self.giver = form, grad, giver
 
     def text(self) -> str:
         """What an operator is told of it."""
         return f"{self.form}:{self.grad}:{self.giver[2]}"
-
-    @property
-    def shape(self) -> torch.Size:
-        """That of the values."""
-        return self.t.shape
-
-    @property
-    def ndim(self) -> int:
-        """Of how many dimensions they are."""
-        return self.t.ndim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,27 +48,9 @@ class Carried:
         return self.t.dtype
 
     @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.t.device
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether that is a GPU."""
-        return self.t.is_cuda
-
-    @property
     def requires_grad(self) -> bool:
         """Whether a gradient comes back."""
         return self.t.requires_grad
-
-    def is_floating_point(self) -> bool:
-        """Of its values."""
-        return True
-
-    def to(self, dtype: torch.dtype) -> Carried:
-        """Values of any dtype are quantized alike."""
-        return self
 
     def view(self, *shape: int) -> Carried:
         """The same values in another shape."""
@@ -147,7 +119,6 @@ def saved_carried(carried: str, origins: tuple[int | None, ...]) -> str:
     return " ".join(f"{i}:{found[0]}:{found[1]}:" for i, found in given if found is not None)
 
 
-@lru_cache(maxsize=1024)
 def parsed(text: str) -> dict[int, tuple[str, str]]:
     """{place: (form, its gradient's form)}."""
     found = [part.split(":") for part in text.split(" ") if part]
@@ -224,6 +195,5 @@ torch.library.register_fake(
 )
 
 
-@lru_cache(maxsize=16)
 def _form(name: str) -> Format:
     return Format(dtypes.dtype(name))

@@ -42,11 +42,6 @@ from te_torch.tensors.dispatch import keeps
 from te_torch.tensors.tracing import core_from_inner
 from te_torch.weight_copies import Copies, for_backward, given_of, held_in, made_of, parsed, ready_for
 
-# Per call, plan of copies and carried inputs, where each saved tensor comes from: input i is i, output i is -2 - i
-# (kept copies of weights come behind the outputs), neither is -1; None if absent.
-_saved_from: dict[tuple[str, str, str], tuple[int | None, ...]] = {}
-_grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
-
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _library.define(
     'forward(Tensor?[] inputs, Tensor? scale, Tensor? scale_bwd, str key, str rule, str held="", str copies="", '
@@ -98,9 +93,9 @@ def _forward_op(
         given = tuple(map(to_torch, outputs))
         if carried and 0 in parsed_carried(carried):
             given = tuple([_in_rows_of(first, t) for t in given])
-    origins = None if fake else _saved_from.get((key, copies, carried))
+    origins = None if fake else call.origins.get((key, copies, carried))
     if origins is None:
-        origins = _saved_from[key, copies, carried] = _origins_of(views, (*[y.owner for y in outputs], *kept), saved)
+        origins = call.origins[key, copies, carried] = _origins_of(views, (*[y.owner for y in outputs], *kept), saved)
     made = [to_torch(t) for t, origin in zip(saved, origins, strict=True) if origin == -1]
     if carried and not fake:
         made = _own_memory(made, inputs)
@@ -174,7 +169,7 @@ def _backward_op(
     if copies:
         options = {**options, "ready": held_in(call, parsed(copies), [convert(t) for t in blocks], (kept.w1, kept.w2))}
     results = call.backward.taped(rt, *views, kept, scales=scales, **options)
-    _grads_given[name] = tuple(t is not None for t in results)
+    call.gives = tuple(t is not None for t in results)
     if scale is not None and not fake and (state := scaling.of_tensor(scale)) is not None:
         updates.ran_backward(state)
     taken = {id(v.owner) for v in views if v is not None}
@@ -283,36 +278,16 @@ def flattened(tensors: Sequence[Any], allowed: Sequence[int] | None) -> tuple[li
 
 
 @keeps(torch.ops.te_runtime.forward.default)
-def _forward_of_held(
-    func: Any,
-    inputs: Sequence[Any],
-    scale: Any,
-    scale_bwd: Any,
-    key: str,
-    rule: str,
-    held: str = "",
-    copies: str = "",
-    carried: str = "",
-) -> Any:
+def _forward_of_held(func: Any, inputs: Sequence[Any], scale: Any, scale_bwd: Any, key: str, *others: Any) -> Any:
     flat, held = flattened(inputs, call_of(apart(key)[0]).layer.weights)
-    return func(flat, scale, scale_bwd, key, rule, held, copies, carried)
+    return func(flat, scale, scale_bwd, key, others[0], held, *others[2:])
 
 
 @keeps(torch.ops.te_runtime.backward.default)
-def _backward_of_held(
-    func: Any,
-    grads: Any,
-    saved: Sequence[Any],
-    scale: Any,
-    key: str,
-    held: str = "",
-    copies: str = "",
-    carried: str = "",
-    kept: str = "",
-) -> Any:
+def _backward_of_held(func: Any, grads: Any, saved: Sequence[Any], scale: Any, key: str, *others: Any) -> Any:
     flat, held = flattened(saved, None)
     dense = [g._dense_values(g.dtype) if isinstance(g, QuantizedTorch) else g for g in grads]
-    return func(dense, flat, scale, key, held, copies, carried, kept)
+    return func(dense, flat, scale, key, held, *others[1:])
 
 
 def _completed(call: Call, grads: Sequence[Any], saved: Sequence[Any], held: str) -> list[Any]:
@@ -322,8 +297,8 @@ def _completed(call: Call, grads: Sequence[Any], saved: Sequence[Any], held: str
 
 @constant_at_trace
 def _origins(key: str, copies: str, carried: str) -> tuple[int | None, ...]:
-    """Where each saved tensor comes from; known since the operator's shapes were worked out."""
-    return _saved_from[key, copies, carried]
+    """Where each saved tensor comes from."""
+    return call_of(apart(key)[0]).origins[key, copies, carried]
 
 
 @constant_at_trace
@@ -340,7 +315,7 @@ def _differentiable(key: str) -> int | None:
 
 @constant_at_trace
 def _gives(key: str) -> tuple[bool, ...]:
-    return _grads_given[apart(key)[0]]
+    return call_of(apart(key)[0]).gives
 
 
 def each_once(tensors: Sequence[Any]) -> list[Any]:

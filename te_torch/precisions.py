@@ -36,8 +36,6 @@ _by_number: dict[int, _Numbered] = {0: _Numbered(None, None)}
 _NUMBER = "number"
 _counter = itertools.count(1)
 _numbering = RLock()
-#: Those of custom recipes, which say something else for each module.
-custom_numbers: set[int] = set()
 
 
 def precision_of(number: int) -> Precision | None:
@@ -85,8 +83,6 @@ def _numbered(precision: Precision, recipe: Recipe | None) -> int:
             return number
         number, users = _next(precision), _has_functions(precision)
         _by_number[number] = _Numbered(precision, kept, users=users)
-        if precision.factory is not None:
-            custom_numbers.add(number)
         precision.kept[_NUMBER] = number  # now all is there that goes with it
         if users:
             for old in [n for n, known in _by_number.items() if known.users][:-_KEPT]:
@@ -128,7 +124,6 @@ def _forget(number: int) -> None:
     old = _by_number.pop(number).precision
     assert old is not None
     old.kept.clear()
-    custom_numbers.discard(number)
     for other, known in list(_by_number.items()):
         if number in known.parts:
             del _by_number[other]
@@ -160,10 +155,13 @@ def number_at_trace(token: int, mode: int) -> int:
     return number_of(by_token(token), mode)
 
 
-@constant_at_trace
-def is_custom(number: int) -> bool:
-    """Whether a custom recipe says something else for each module. (A compiler would guard on the set itself.)"""
-    return number in custom_numbers
+def says_by_module(number: int) -> bool:
+    """Whether this is of a custom recipe, which says something else for each module."""
+    precision = precision_of(number)
+    return precision is not None and precision.factory is not None
+
+
+is_custom = constant_at_trace(says_by_module)
 
 
 @constant_at_trace

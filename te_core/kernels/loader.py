@@ -1,9 +1,8 @@
 """The one way a kernel gets onto a device: `get` compiles, caches and loads it; calling it launches it.
 
     scale = get(rt, "scale", args="ppfq", TYPE="float")      # te_core/kernels/scale.cu, extern "C" function scale
-    scale(rt, blocks, 256, x.ptr, out.ptr, 0.5, x.size)
+    scale(rt, blocks, 256, x, out, 0.5, x.size)
 
-Keep the `Kernel` in the plan that uses it: `get` looks it up by all its arguments, the launch looks up nothing.
 CuPy's driver binding launches (a fifth of the cost of ctypes); its arrays, memory pool and compiler are not used.
 """
 
@@ -20,7 +19,7 @@ from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels.compiler import Constant, architecture, cached, compile_checks, compile_source, source_path
 from te_core.runtime import Runtime
 from te_core.symbols import STREAM, Patch, patches
-from te_core.tensor import Device
+from te_core.tensor import Device, Tensor
 
 __all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "source_path"]
 
@@ -63,36 +62,26 @@ class Kernel:
     def __call__(
         self, rt: Runtime, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0
     ) -> None:
-        """Launch on the runtime's stream. A pointer argument is an address or None; `shared` is dynamic bytes."""
+        """Launch on the runtime's stream. A pointer is a tensor, an address or None; `shared`: dynamic bytes."""
+        values = [0 if a is None else a.ptr if isinstance(a, Tensor) else a for a in args]
         if rt.recorder is not None:
-            rt.recorder.add(Launch(self, _three(grid) + _three(block) + (shared,), args, rt.recorder.bases))
+            rt.recorder.add(Launch(self, _three(grid) + _three(block) + (shared,), values, rt.recorder.bases))
             return
         executor = rt.executor()
         arguments = executor.arguments
         try:
-            self._pack(arguments.values, 0, *args)
+            self._pack(arguments.values, 0, *values)
         except struct.error as error:
-            self._pack_again(arguments, args, error)
+            raise self._argument_error(args, error) from error
         if shared > self._shared:
             self._raise_shared(shared)
-        gx, gy, gz = (grid, 1, 1) if grid.__class__ is int else _three(grid)
-        bx, by, bz = (block, 1, 1) if block.__class__ is int else _three(block)
-        if not executor.context:
-            self._launch(self._function, gx, gy, gz, bx, by, bz, shared, rt.stream, arguments.pointers, 0)
-            return
-        entered = executor.driver.enter(executor.context)
+        sizes = _three(grid) + _three(block)
+        entered = executor.driver.enter(executor.context) if executor.context else False
         try:
-            self._launch(self._function, gx, gy, gz, bx, by, bz, shared, rt.stream, arguments.pointers, 0)
+            self._launch(self._function, *sizes, shared, rt.stream, arguments.pointers, 0)
         finally:
             if entered:
                 executor.driver.leave()
-
-    def _pack_again(self, arguments: Arguments, args: tuple[Any, ...], error: Exception) -> None:
-        """The same with None as address 0 (a hot path passes 0 itself)."""
-        try:
-            self._pack(arguments.values, 0, *[0 if a is None else a for a in args])
-        except struct.error:
-            raise self._argument_error(args, error) from error
 
     def by_value(
         self,
@@ -154,9 +143,8 @@ class Launch:
 
     __slots__ = ("args", "kernel", "patches", "sizes")
 
-    def __init__(self, kernel: Kernel, sizes: tuple[int, ...], args: tuple[Any, ...], bases: Sequence[int]) -> None:
-        self.kernel, self.sizes = kernel, sizes  # grid and block, three each, and dynamic bytes
-        self.args = [0 if a is None else a for a in args]
+    def __init__(self, kernel: Kernel, sizes: tuple[int, ...], args: Sequence[Any], bases: Sequence[int]) -> None:
+        self.kernel, self.sizes, self.args = kernel, sizes, args  # grid and block, three each, and dynamic bytes
         self.patches = patches(
             [a if letter == "p" else None for a, letter in zip(args, kernel._args, strict=True)], bases
         )
@@ -210,8 +198,8 @@ def _three(size: Any) -> tuple[int, int, int]:
 def get(rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Constant) -> Kernel:
     """The function `entry` (default: `name`) of te_core/kernels/<name>.cu, compiled with these constants.
 
-    `args` has one letter for each argument: p address or None, q int64, i int32, f float32; or it is "b": the one
-    argument is a struct passed by value (`Kernel.by_value`).
+    `args` has one letter for each argument: p tensor, address or None, q int64, i int32, f float32; or it is "b": the
+    one argument is a struct passed by value (`Kernel.by_value`).
     """
     kernels, key = rt.device.of(Loaded).kernels, (name, entry, args, *sorted(constants.items()))
     found = kernels.get(key)

@@ -25,7 +25,6 @@ from te_core.layers.meeting import meet
 from te_core.layers.parallel import Split, Spread
 from te_core.layers.watched import INPUT_POINTS, WGRAD_POINTS, Made
 from te_core.ops import raw as ops
-from te_core.ops.gemm_quantized import Route
 from te_core.ops.quantize import dense_columns
 from te_core.precision import Gemm, Operand, Precision
 from te_core.quantize.operands import (
@@ -69,8 +68,6 @@ class LinearSpec:
     quantize_grad: bool = False  # the gradient of x is delivered quantized
     original_input: bool = False  # a plain x is kept as it came (where `operands.repeats` its rule)
     parallel: Split | None = None  # how the weight is spread over ranks; None: it is whole, and nothing communicates
-    #: How each GEMM multiplied the formats that it met last.
-    routes: list[Route | None] = field(init=False, repr=False, compare=False, default_factory=lambda: [None] * 3)
     #: Whether backward quantizes a plain x again. (Inspectors see each point once, so then it is not.)
     again: bool = field(init=False, repr=False, compare=False, default=False)
     #: Operands that an inspector replaces in any case: they are not quantized.
@@ -335,15 +332,12 @@ class Product(NamedTuple):
             a, b = parallel.gather(rt, gemm, a, b, self.inspector)
             if gemm == "fprop" and parallel.split.summed == "fprop":
                 later, vector = vector, None  # to the sum of all ranks it is added once
-        (number, a_columns, b_columns), c = _GEMMS[gemm], out if len(out.shape) == 2 else out.matrix()
+        (a_columns, b_columns), c = _GEMMS[gemm], out if len(out.shape) == 2 else out.matrix()
         bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
         if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
             precision = spec.precision
             assert precision is not None and a_sum is None
             rule: Gemm = getattr(precision, gemm)
-            route = spec.routes[number]
-            if route is None or route.a is not a.format or route.b is not b.format or route.place is not rt.device:
-                route = spec.routes[number] = ops.gemm_route(rt.device, a.format, b.format)
             ops.gemm_quantized(
                 rt,
                 a,
@@ -356,7 +350,6 @@ class Product(NamedTuple):
                 split_accumulator=rule.split_accumulator,
                 emulate=precision.emulate,
                 strict=precision.strict,
-                route=route,
             )
         else:
             if spec.inspect is not None and gemm == "wgrad":
@@ -420,8 +413,8 @@ class Product(NamedTuple):
         return ops.quantize(rt, dx.matrix(), cast)
 
 
-#: The number of a GEMM among those of a spec, and which of its operands are contracted along their columns.
-_GEMMS = {"fprop": (0, False, False), "dgrad": (1, False, True), "wgrad": (2, True, True)}
+#: Which operands of a GEMM are contracted along their columns.
+_GEMMS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 
 
 def products(

@@ -1,15 +1,11 @@
-"""The argument checks that operations share. Most run when a plan is made; those that run on every call word no message
-unless they fail.
-"""
+"""The argument checks that operations share. They run in every call that is interpreted: a replay asks nothing."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.quantized import QuantizedTensor, cached_pieces
+from te_core.quantized import QuantizedTensor, pieces
 from te_core.tensor import META, Device, Tensor
 
 
@@ -22,138 +18,104 @@ def require(ok: bool, operation: str, got: str, allowed: str, do: str) -> None:
 def matrix(operation: str, name: str, t: Tensor) -> None:
     """`t` is a dense matrix."""
     if len(t.shape) != 2 or not t.is_contiguous:
-        require(
-            False,
-            operation,
-            f"{name} = {t!r}",
-            "a dense row-major matrix",
-            f"flatten the leading dimensions of {name} and make it contiguous",
-        )
+        do = f"flatten the leading dimensions of {name} and make it contiguous"
+        raise ArgumentError(operation, f"{name} = {t!r}", "a dense row-major matrix", do)
 
 
 def dense(operation: str, name: str, t: Tensor) -> None:
     """`t` is dense, of any shape."""
     if not t.is_contiguous:
-        require(False, operation, f"{name} = {t!r}", "a dense tensor", f"make {name} contiguous")
+        raise ArgumentError(operation, f"{name} = {t!r}", "a dense tensor", f"make {name} contiguous")
+
+
+def sized(
+    operation: str, name: str, t: Tensor, size: tuple[int, ...], allowed: tuple[DType, ...], do: str = ""
+) -> None:
+    """`t` is dense, of this shape and one of these dtypes."""
+    if tuple(t.shape) != tuple(size) or t.dtype not in allowed or not t.is_contiguous:
+        wanted = f"a dense tensor of shape {tuple(size)} of {' or '.join(d.name for d in allowed)}"
+        raise ArgumentError(operation, f"{name} = {t!r}", wanted, do or f"correct {name}")
+
+
+def like(operation: str, name: str, t: Tensor, other: Tensor) -> None:
+    """`t` is dense, of the other's shape and dtype."""
+    sized(operation, name, t, other.shape, (other.dtype,))
 
 
 def vector(operation: str, name: str, t: Tensor | None, length: int, allowed: tuple[DType, ...]) -> None:
     """`t`, if given, is a dense vector of this length and one of these dtypes."""
-    if t is None or (t.shape == (length,) and t.is_contiguous and t.dtype in allowed):
-        return
-    require(
-        False,
-        operation,
-        f"{name} = {t!r}",
-        f"a dense vector of {length} elements of {' or '.join(d.name for d in allowed)}",
-        f"correct {name}",
-    )
+    if t is not None:
+        sized(operation, name, t, (length,), allowed)
 
 
 def one_of(operation: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
     """`value` is one of the allowed ones."""
     if value not in allowed:
-        require(False, operation, f"{name}={value!r}", " or ".join(map(str, allowed)), f"choose an allowed {name}")
+        raise ArgumentError(operation, f"{name}={value!r}", " or ".join(map(str, allowed)), f"choose an allowed {name}")
 
 
 def same_device(operation: str, *tensors: Tensor | None) -> None:
     """All given tensors lie on one device."""
-    devices = {t.device for t in tensors if t is not None}
-    if len(devices) > 1:
-        require(
-            False,
-            operation,
-            f"tensors on {', '.join(sorted(map(repr, devices)))}",
-            "tensors of one device",
-            "move them to the runtime's device",
-        )
+    given = [t for t in tensors if t is not None]
+    for t in given[1:]:
+        on_device(operation, given[0].device, t)
 
 
 def on_device(operation: str, device: Device, *tensors: Tensor | None) -> None:
     """All given tensors lie on the runtime's device, whose kernels are given their bare addresses; META has none."""
-    if device is META:
-        return
-    for t in tensors:
+    for t in tensors if device is not META else ():
         if t is not None and t.device is not device:
-            require(
-                False,
-                operation,
-                f"{t!r} in a call on {device}",
-                "tensors of one device, the runtime's",
-                "move them to the runtime's device",
-            )
+            got, do = f"{t!r} in a call on {device}", "move them to the runtime's device"
+            raise ArgumentError(operation, got, "tensors of one device, the runtime's", do)
 
 
-def written(operation: str, name: str, t: Tensor | None) -> None:
-    """`t`, if given, may be written to. In every call: plans do not know it."""
-    if t is not None and not t.writable:
-        require(
-            False,
-            operation,
-            f"{name} = {t!r} in read-only memory",
-            "memory that may be written to",
-            f"pass a copy as {name}",
-        )
+def written(operation: str, name: str, *tensors: Tensor | None) -> None:
+    """All given tensors may be written to."""
+    for t in tensors:
+        if t is not None and not t.writable:
+            got, do = f"{name} = {t!r} in read-only memory", f"pass a copy as {name}"
+            raise ArgumentError(operation, got, "memory that may be written to", do)
 
 
 def result(
-    operation: str, device: Device, name: str, t: Tensor, size: tuple[int, ...], allowed: tuple[DType, ...]
+    operation: str, device: Device, name: str, t: Tensor | None, size: tuple[int, ...], allowed: tuple[DType, ...]
 ) -> None:
-    """What a caller gave for a result is dense, writable, of this shape, one of these dtypes, and on the device."""
-    if tuple(t.shape) != tuple(size) or t.dtype not in allowed or not t.is_contiguous:
-        require(
-            False,
-            operation,
-            f"{name} = {t!r}",
-            f"a dense tensor of shape {tuple(size)} of {' or '.join(d.name for d in allowed)}",
-            f"correct {name}, or leave it out",
-        )
-    on_device(operation, device, t)
-    written(operation, name, t)
+    """What a caller gave for a result, if anything, is dense, writable, of this shape, one of these dtypes, and on the
+    device.
+    """
+    if t is not None:
+        sized(operation, name, t, size, allowed, "correct it, or leave it out")
+        on_device(operation, device, t)
+        written(operation, name, t)
 
 
 def stored(operation: str, device: Device, name: str, q: QuantizedTensor, *, writes: bool = False) -> None:
     """The pieces of a quantized tensor are those of its format and shape, on the device; META has no pieces.
 
-    Kernels read and write data and scales 16 bytes at a time, wherever they come from. (In every call: so nothing is
-    called for a right tensor but what looks for its memory.)
+    Kernels read and write data and scales 16 bytes at a time, wherever they come from.
     """
-    if device is META:
-        return
-    cuda = device.kind == "cuda"
-    for columnwise, pieces in (
-        (False, (q.rowwise, q.rowwise_scale, q.rowwise_amax)),
-        (True, (q.columnwise, q.columnwise_scale, q.columnwise_amax)),
-    ):
-        data = pieces[0]
-        if data is None:
+    for columnwise in (False, True) if device is not META else ():
+        side = "columnwise" if columnwise else "rowwise"
+        if getattr(q, side) is None:
             continue
-        parts, before = cached_pieces(q.format, q.shape, columnwise), None
-        wanted = (parts.data, parts.data_type), (parts.scale, parts.scale_type), ((parts.amax,), dtypes.float32)
-        for number in (0, 1, 2) if parts.amax else (0, 1):  # an amax of a format without one is not read
-            t, (size, kind) = pieces[number], wanted[number]
-            right = t is not None and t.shape == size and t.dtype is kind and t.device is device
-            right = right and (t.strides is None or t.is_contiguous)  # type: ignore[union-attr]
-            if cuda and right:
-                right = not t.ptr % (kind.itemsize if size == (1,) else 16)  # type: ignore[union-attr]
-            if writes and right and t.owner is not before:  # type: ignore[union-attr]
-                before, right = t.owner, t.writable  # type: ignore[union-attr]
-            if not right:
-                which = ("columnwise" if columnwise else "rowwise") + ("", "_scale", "_amax")[number]
-                require(
-                    False,
+        parts = pieces(q.format, q.shape, columnwise)
+        wanted = {side: (parts.data, parts.data_type), side + "_scale": (parts.scale, parts.scale_type)}
+        if parts.amax:  # an amax of a format without one is not read
+            wanted[side + "_amax"] = (parts.amax,), dtypes.float32
+        for piece, (size, kind) in wanted.items():
+            t = getattr(q, piece)
+            right = t is not None and t.shape == size and t.dtype is kind and t.device is device and t.is_contiguous
+            if right and device.kind == "cuda":
+                right = t.ptr % (kind.itemsize if size == (1,) else 16) == 0
+            if not right or (writes and not t.writable):
+                raise ArgumentError(
                     operation,
-                    f"{name}.{which} = {t!r} of {q!r}",
+                    f"{name}.{piece} = {t!r} of {q!r}",
                     f"a dense {kind.name} tensor of shape {size} on {device}"
-                    + " at a multiple of 16 bytes" * cuda
+                    + " at a multiple of 16 bytes" * (device.kind == "cuda")
                     + " that may be written to" * writes,
                     f"quantize {name} anew, or correct its pieces",
                 )
-
-
-def shape(t: Tensor | None) -> tuple[int, ...] | None:
-    """The shape of a tensor that may be missing."""
-    return None if t is None else t.shape
 
 
 def dtype(t: Tensor | None) -> DType | None:
@@ -161,9 +123,9 @@ def dtype(t: Tensor | None) -> DType | None:
     return None if t is None else t.dtype
 
 
-def facts(t: Tensor) -> tuple[Any, ...]:
-    """What checks look at of a tensor: in a plan's key, so that a plan made for right ones lets no wrong one pass."""
-    return t.dtype, t.shape, t.strides, t.device
+def shape(t: Tensor | None) -> tuple[int, ...] | None:
+    """The shape of a tensor that may be missing."""
+    return None if t is None else t.shape
 
 
 def off(*tensors: Tensor | None) -> int:
@@ -172,8 +134,3 @@ def off(*tensors: Tensor | None) -> int:
     for t in tensors:
         bits |= 0 if t is None else t.ptr
     return bits & 15
-
-
-def seen(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The facts of several tensors, any of which may be missing."""
-    return tuple([None if t is None else (t.dtype, t.shape, t.strides, t.device) for t in tensors])

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.quantize import allocate, check_cast, key_of, quantize
 from te_core.quantized import Cast, CastKey, QuantizedTensor
@@ -49,7 +50,7 @@ class Clamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ActivationSpec:
-    """All that the plan of an activation depends on."""
+    """All that the launches of an activation depend on besides addresses."""
 
     kind: str
     clamp: Clamp  # read by clamped_swiglu
@@ -59,6 +60,16 @@ class ActivationSpec:
     keep: bool
     alignment: int  # how far addresses are off the 16-byte grid, all of them together
     sum: DType | None = None  # of the column sums of a backward
+
+    @property
+    def gated(self) -> bool:
+        """Whether it halves the width."""
+        return self.kind in GATED
+
+    @property
+    def plain(self) -> str:
+        """What is applied to x, or to its first half."""
+        return GATED.get(self.kind, self.kind)
 
 
 class ActivationOperands(NamedTuple):
@@ -89,18 +100,18 @@ def activation_forward(
         y, _ = activation_forward(rt, x, kind, clamp=clamp)
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast)
-    key = ("activation_forward", clamp, kind, cast and cast.key, keep, _check.off(x), _check.seen(x))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_input("activation_forward", rt.device, x, kind, cast, clamp)
-        spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, x.ptr & 15)
-        plan = rt.plans.put(key, rt.backend.plan_activation_forward(rt, spec))
-    shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
+    _check_input("activation_forward", rt.device, x, kind, cast, clamp)
+    spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, _check.off(x))
+    shape = _result_shape(x, kind)
     wants_y = cast is None or keep or cast.scale is None
     y = rt.empty(shape, x.dtype) if wants_y else None
     q = allocate(rt, shape, cast) if cast is not None else None
-    rt.backend.activation_forward(rt, plan, ActivationOperands(x, None, y, cast, q, None))
+    rt.backend.activation_forward(rt, spec, ActivationOperands(x, None, y, cast, q, None))
     return (y if cast is None or keep else None), q
+
+
+def _result_shape(x: Tensor, kind: str) -> tuple[int, int]:
+    return x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1]
 
 
 def activation_backward(
@@ -119,48 +130,31 @@ def activation_backward(
         dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
-    off, seen = _check.off(x, dy), _check.seen(dy, x, column_sum)
-    key = ("activation_backward", clamp, kind, cast and cast.key, keep, off, seen)
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "activation_backward"
-        _check_input(op, rt.device, x, kind, cast, clamp)
-        _check.matrix(op, "dy", dy)
-        shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
-        _check.require(
-            dy.shape == shape and dy.dtype is x.dtype, op, f"dy {dy!r}", f"{shape} of {x.dtype}", "correct dy"
-        )
-        _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
-        _check.on_device(op, rt.device, dy, column_sum)
-        sums = _check.dtype(column_sum)
-        spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, off, sums)
-        plan = rt.plans.put(key, rt.backend.plan_activation_backward(rt, spec))
-    _check.written("activation_backward", "column_sum", column_sum)
+    op = "activation_backward"
+    _check_input(op, rt.device, x, kind, cast, clamp)
+    _check.sized(op, "dy", dy, _result_shape(x, kind), (x.dtype,))
+    _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
+    _check.on_device(op, rt.device, dy, column_sum)
+    _check.written(op, "column_sum", column_sum)
+    sums, off = _check.dtype(column_sum), _check.off(x, dy)
+    spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, off, sums)
     wants_dx = cast is None or keep or cast.scale is None
     dx = rt.empty(x.shape, x.dtype) if wants_dx else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
-    rt.backend.activation_backward(rt, plan, ActivationOperands(x, dy, dx, cast, q, column_sum))
+    rt.backend.activation_backward(rt, spec, ActivationOperands(x, dy, dx, cast, q, column_sum))
     return (dx if cast is None or keep else None), q
 
 
 def _check_input(op: str, device: Device, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp | None) -> None:
     _check.one_of(op, "kind", kind, KINDS)
-    _check.require(
-        clamp is None or (kind == "clamped_swiglu" and clamp.limit >= 0),
-        op,
-        f"{clamp} for {kind}",
-        "a limit of at least 0, for clamped_swiglu",
-        "correct the limit, or leave the parameters out",
-    )
+    if clamp is not None and (kind != "clamped_swiglu" or clamp.limit < 0):
+        allowed, do = "a limit of at least 0, for clamped_swiglu", "correct the limit, or leave the parameters out"
+        raise ArgumentError(op, f"{clamp} for {kind}", allowed, do)
     _check.matrix(op, "x", x)
     _check.on_device(op, device, x)
     _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.require(
-        kind not in GATED or x.shape[1] % 2 == 0,
-        op,
-        f"{kind} of {x.shape[1]} columns",
-        "an even number of columns",
-        "concatenate the two halves (a | b) along the last dimension",
-    )
+    if kind in GATED and x.shape[1] % 2:
+        do = "concatenate the two halves (a | b) along the last dimension"
+        raise ArgumentError(op, f"{kind} of {x.shape[1]} columns", "an even number of columns", do)
     if cast is not None:
         check_cast(op, device, cast)

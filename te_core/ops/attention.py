@@ -44,7 +44,6 @@ class Asked(NamedTuple):
     """What the plan of an attention is made of: of tensors only what their memory is like."""
 
     spec: AttentionSpec
-    size: Sizes
     q: Tensor
     k: Tensor
     v: Tensor
@@ -55,6 +54,11 @@ class Asked(NamedTuple):
     dy: DType | None = None  # of FP8: its type, and that of the gradients
     grad: DType | None = None
     out: Tensor | None = None  # how the output lies, and in backward its gradient; None: dense
+
+    @property
+    def size(self) -> Sizes:
+        """The sizes of its tensors."""
+        return sizes_of(self.q, self.k, self.v, self.spec, self.terms)
 
 
 class ForwardOperands(NamedTuple):
@@ -105,22 +109,22 @@ def attention_forward(
     """The output in q's format with d_v, dense and fresh or into `out`, whose rows of heads may lie apart; the
     statistics for backward, if wanted; the largest logits.
     """
-    place = None if out is None else (_check.off(out), *_check.facts(out))
-    key = ("attention_forward", spec, stats, place, *plan_key(q, k, v, terms))
-    plan = rt.plans.get(key)
-    if plan is None:
-        check("attention_forward", rt, q, k, v, spec, terms)
-        if out is not None:
-            check_rows("attention_forward", q, v, out=out)
-        asked = Asked(spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, stats, out=out)
-        plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, asked))
+    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats, out=out))
     if out is None:
         out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+    else:
+        check_rows("attention_forward", q, v, out=out)
     _check.written("attention_forward", "out", out)
     statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
     rt.backend.attention_forward(rt, plan, ForwardOperands(q, k, v, terms, out, statistics, largest))
     return Attended(out, statistics, largest)
+
+
+def _plan_forward(rt: Runtime, asked: Asked) -> Any:
+    """Its arguments are looked at once for all tensors that are alike."""
+    check("attention_forward", rt, asked.q, asked.k, asked.v, asked.spec, asked.terms)
+    return rt.backend.plan_attention_forward(rt, asked)
 
 
 def attention_backward(
@@ -143,36 +147,36 @@ def attention_backward(
     dy lies as the output does, in its dtype. With `spec.partial` k and v are some of the keys: output and statistics
     are those over all of them, and so are the gradients of k and v, while that of q is a summand.
     """
-    key = ("attention_backward", spec, bias_grad, *backward_key(dy, out, stats, grads), *plan_key(q, k, v, terms))
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "attention_backward"
-        check(op, rt, q, k, v, spec, terms)
-        check_rows(op, q, v, dy=dy, out=out)
-        check_stats(op, stats, q, spec)
-        _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
-        for name, t, like in zip(("dq", "dk", "dv"), grads or (q, k, v), (q, k, v), strict=True):
-            _check.require(
-                t.shape == like.shape
-                and t.dtype is like.dtype
-                and t.device is like.device
-                and t.row_major_strides()[-1] == 1,
-                op,
-                f"{name} = {t!r}",
-                f"{like.dtype} {tuple(like.shape)} whose last stride is 1",
-                f"correct {name}, or leave grads out",
-            )
-        size = sizes_of(q, k, v, spec, terms)
-        asked = Asked(spec, size, q, k, v, terms, grads=grads, bias_grad=bias_grad, out=out)
-        plan = rt.plans.put(key, rt.backend.plan_attention_backward(rt, asked))
-    for t in grads or ():
-        _check.written("attention_backward", "a gradient", t)
+    op = "attention_backward"
+    asked = Asked(spec, q, k, v, terms, grads=grads, bias_grad=bias_grad, out=out)
+    plan = rt.plans.find(rt, _plan_backward, asked)
+    check_rows(op, q, v, dy=dy, out=out)
+    check_stats(op, stats, q, spec)
+    _check.written(op, "a gradient", *(grads or ()))
     dq, dk, dv = grads or _fresh(rt, q, k, v)
     dbias = rt.empty(terms.bias.shape, terms.bias.dtype) if bias_grad and terms.bias is not None else None
     dsink = None if terms.sink is None else rt.empty(terms.sink.shape, dtypes.float32)
     operands = BackwardOperands(dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink)
     rt.backend.attention_backward(rt, plan, operands)
     return Gradients(dq, dk, dv, dbias, dsink)
+
+
+def _plan_backward(rt: Runtime, asked: Asked) -> Any:
+    op, (spec, q, k, v, terms, *_) = "attention_backward", asked
+    check(op, rt, q, k, v, spec, terms)
+    _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
+    for name, t, like in zip(("dq", "dk", "dv"), asked.grads or (q, k, v), (q, k, v), strict=True):
+        _check.require(
+            t.shape == like.shape
+            and t.dtype is like.dtype
+            and t.device is like.device
+            and t.row_major_strides()[-1] == 1,
+            op,
+            f"{name} = {t!r}",
+            f"{like.dtype} {tuple(like.shape)} whose last stride is 1",
+            f"correct {name}, or leave grads out",
+        )
+    return rt.backend.plan_attention_backward(rt, asked)
 
 
 def _fresh(rt: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,17 +199,3 @@ def _places(dtype: DType, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, 
     """Where k's and v's gradients begin behind q's, and the bytes of all three; None where they lie apart."""
     sizes = [-(-dtype.nbytes(prod(shape)) // _ALIGNED) * _ALIGNED for shape in (q, k, v)]
     return (sizes[0], sizes[0] + sizes[1], sum(sizes)) if sum(sizes) <= _ONE_BLOCK else None
-
-
-def backward_key(
-    dy: Tensor, out: Tensor, stats: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None
-) -> tuple[Any, ...]:
-    """What a backward's plan depends on besides what forward's does."""
-    given = grads or ()
-    return _check.off(dy, out), _check.off(*given), *_check.seen(dy, out, stats, *given)
-
-
-def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:
-    """What a plan depends on of these tensors."""
-    lengths, *others = terms
-    return _check.off(q, k, v), _check.off(terms.bias), *_check.seen(q, k, v, *others, *(lengths or ()))

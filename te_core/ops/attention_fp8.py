@@ -18,8 +18,8 @@ from te_core.attention import AttentionSpec
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
-from te_core.ops.attention import Asked, Attended, backward_key, plan_key
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_stats, is_dense, sizes_of, stats_shape
+from te_core.ops.attention import Asked, Attended
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_dense, check_stats, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
@@ -100,8 +100,7 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
     for scale in (*scales, *places):
         _check.vector(op, "scale", scale, 1, (dtypes.float32,))
     _check.on_device(op, rt.device, *scales, *places)
-    for place in places:
-        _check.written(op, "a place", place)
+    _check.written(op, "a place", *places)
     if not 1 <= len(scales) <= MAX_PAIRS or len(places) != len(scales):
         got, allowed = f"{len(scales)} scales, {len(places)} places", f"one to {MAX_PAIRS} scales"
         raise ArgumentError(op, got, f"{allowed} and a place, or None, for each", "correct the counts")
@@ -126,28 +125,21 @@ def attention_fp8_forward(
     shape = (*q.shape[:-1], v.shape[-1])
     if out is None:
         out = rt.empty(shape, q.dtype)
-    key = (
-        "attention_fp8_forward",
-        spec,
-        stats,
-        scales.out is None,
-        out.ptr & 15,
-        _check.seen(out),
-        *plan_key(q, k, v, terms),
-    )
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "attention_fp8_forward"
-        check(op, rt, q, k, v, spec, terms, FP8)
-        _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
-        _check_dense(op, "out", out, shape, out.dtype, q)
-        size = sizes_of(q, k, v, spec, terms)
-        plan = rt.plans.put(key, rt.backend.plan_attention_fp8_forward(rt, Asked(spec, size, q, k, v, terms, stats)))
-    _check_scales("attention_fp8_forward", rt.device, scales)
-    _check.written("attention_fp8_forward", "out", out)
+    op = "attention_fp8_forward"
+    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats))
+    _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
+    check_dense(op, "out", out, q, v, out.dtype)
+    _check_scales(op, rt.device, scales)
+    _check.written(op, "out", out)
     statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     rt.backend.attention_fp8_forward(rt, plan, Fp8ForwardOperands(q, k, v, terms, scales, out, statistics))
     return Attended(out, statistics, None)
+
+
+def _plan_forward(rt: Runtime, asked: Asked) -> Any:
+    """Its arguments are looked at once for all tensors that are alike."""
+    check("attention_fp8_forward", rt, asked.q, asked.k, asked.v, asked.spec, asked.terms, FP8)
+    return rt.backend.plan_attention_fp8_forward(rt, asked)
 
 
 def attention_fp8_backward(
@@ -168,50 +160,31 @@ def attention_fp8_backward(
     """(dq, dk, dv) of `grad_dtype` under their scales: dense, or into `grads` (parts of a packed one, say)."""
     if grads is None:
         grads = rt.empty(q.shape, grad_dtype), rt.empty(k.shape, grad_dtype), rt.empty(v.shape, grad_dtype)
-    key = (
-        "attention_fp8_backward",
-        spec,
-        grad_dtype,
-        scales.out is None,
-        scales.dq is None,
-        backward_key(dy, out, stats, grads),
-        *plan_key(q, k, v, terms),
-    )
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "attention_fp8_backward"
-        check(op, rt, q, k, v, spec, terms, FP8)
-        _check.one_of(op, "dtype of dy", dy.dtype, FP8)
-        shape = (*q.shape[:-1], v.shape[-1])
-        _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
-        _check_results(op, rt, grads, (q.shape, k.shape, v.shape), grad_dtype, scales.dq is None)
-        _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
-        _check_dense(op, "dy", dy, shape, dy.dtype, q)
-        _check_dense(op, "out", out, shape, out.dtype, q)
-        check_stats(op, stats, q, spec)
-        size = sizes_of(q, k, v, spec, terms)
-        asked = Asked(spec, size, q, k, v, terms, grads=grads, dy=dy.dtype, grad=grad_dtype)
-        plan = rt.plans.put(key, rt.backend.plan_attention_fp8_backward(rt, asked))
-    _check_scales("attention_fp8_backward", rt.device, scales)
-    for t in grads:
-        _check.written("attention_fp8_backward", "a gradient", t)
+    op = "attention_fp8_backward"
+    asked = Asked(spec, q, k, v, terms, grads=grads, dy=dy.dtype, grad=grad_dtype)
+    plan = rt.plans.find(rt, _plan_backward, asked, scales.dq is None)
+    _check_results(op, rt, (out,), ((*q.shape[:-1], v.shape[-1]),), q.dtype, scales.out is None)
+    _check_results(op, rt, grads, (q.shape, k.shape, v.shape), grad_dtype, scales.dq is None)
+    for name, t in (("dy", dy), ("out", out)):
+        check_dense(op, name, t, q, v, t.dtype)
+    check_stats(op, stats, q, spec)
+    _check_scales(op, rt.device, scales)
+    _check.written(op, "a gradient", *grads)
     operands = Fp8BackwardOperands(dy, q, k, v, out, stats, terms, scales, *grads)
     rt.backend.attention_fp8_backward(rt, plan, operands)
     return grads
 
 
-def _check_dense(op: str, name: str, t: Tensor, shape: tuple[int, ...], dtype: DType, q: Tensor) -> None:
-    _check.require(
-        is_dense(t, shape, dtype, q.device),
-        op,
-        f"{name} = {t!r} at {t.ptr:#x}",
-        f"dense, {shape}, beside q, on CUDA at a multiple of 16 bytes",
-        f"correct {name}",
-    )
+def _plan_backward(rt: Runtime, asked: Asked) -> Any:
+    op, (spec, q, k, v, terms, *_) = "attention_fp8_backward", asked
+    check(op, rt, q, k, v, spec, terms, FP8)
+    _check.one_of(op, "dtype of dy", asked.dy, FP8)
+    _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
+    return rt.backend.plan_attention_fp8_backward(rt, asked)
 
 
 def _check_scales(op: str, device: Device, scales: ForwardScales | BackwardScales) -> None:
-    """One float32 each, on the device. In every call: the plan does not know them."""
+    """One float32 each, on the device."""
     for name, given in zip(scales._fields, scales, strict=True):
         several = given.__class__ is Scaled
         parts: Any = given if several else (given,)

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from te_core import dtypes
 from te_core.attention import AttentionSpec, ScoreMod, Sizes
 from te_core.ops import _check
-from te_core.ops.attention import backward_key, plan_key
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_stats, is_dense, sizes_of, stats_shape
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_dense, check_stats, sizes_of, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -30,7 +29,6 @@ class ScoredAsked(NamedTuple):
     """What a plan is made of: of tensors only what their memory is like."""
 
     spec: AttentionSpec
-    size: Sizes
     mod: ScoreMod
     q: Tensor
     k: Tensor
@@ -39,6 +37,11 @@ class ScoredAsked(NamedTuple):
     backward: bool
     stats: bool
     terms: Terms = NOTHING
+
+    @property
+    def size(self) -> Sizes:
+        """The sizes of its tensors."""
+        return sizes_of(self.q, self.k, self.v, self.spec, self.terms)
 
 
 class Kept(NamedTuple):
@@ -80,7 +83,7 @@ def attention_scored_forward(
     """(the output, dense in q's format with d_v; the statistics for backward, if wanted)."""
     op = "attention_scored_forward"
     given = _given(op, rt, tensors, {})
-    plan = _plan(op, rt, (q, k, v), spec, mod, given, (False, stats))
+    plan = _planned(rt, ScoredAsked(spec, mod, q, k, v, given, False, stats))
     out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
     statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     rt.backend.attention_scored(rt, plan, ScoredOperands(q, k, v, out, statistics, given))
@@ -100,12 +103,10 @@ def attention_scored_backward(
     op = "attention_scored_backward"
     q, k, v, out, stats = kept
     for name, t in (("dy", dy), ("out", out)):
-        right = is_dense(t, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
-        allowed = f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes"
-        _check.require(right, op, f"{name} = {t!r}", allowed, f"correct {name}")
+        check_dense(op, name, t, q, v)
     check_stats(op, stats, q, spec)
     given = _given(op, rt, *tensors)
-    plan = _plan(op, rt, (q, k, v), spec, mod, given, (True, True, *backward_key(dy, out, stats, None)))
+    plan = _planned(rt, ScoredAsked(spec, mod, q, k, v, given, True, True))
     dq, dk, dv = (rt.empty(t.shape, t.dtype) for t in (q, k, v))
     rt.backend.attention_scored(rt, plan, ScoredOperands(q, k, v, out, stats, given, dy, dq, dk, dv))
     return dq, dk, dv
@@ -126,37 +127,29 @@ def _given(op: str, rt: Runtime, forward: Mapping[str, Tensor], backward: Mappin
     return found
 
 
-def _plan(
-    op: str,
-    rt: Runtime,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    spec: AttentionSpec,
-    mod: ScoreMod,
-    given: Given,
-    how: tuple[Any, ...],
-) -> Any:
+def _planned(rt: Runtime, asked: ScoredAsked) -> Any:
     """The plan: found again where the functions have a key, else made for this call alone."""
-    seen = tuple((name, t.dtype, t.shape, t.strides) for name, t in given)
-    key = (op, spec, mod.key, seen, how, *plan_key(*tensors, NOTHING))
-    plan = None if mod.key is None else rt.plans.get(key)
-    if plan is None:
-        check(op, rt, *tensors, spec, NOTHING, TYPES)
-        plain = AttentionSpec(
-            spec.scale,
-            spec.q_format,
-            spec.kv_format,
-            bottom_right=spec.bottom_right,  # of a band that is not there
-            deterministic=spec.deterministic,
-        )
-        _check.require(
-            spec == plain and "thd" not in (spec.q_format, spec.kv_format),
-            op,
-            f"{spec}",
-            "a scale, and dense formats",
-            "leave the rest to the functions",
-        )
-        asked = ScoredAsked(spec, sizes_of(*tensors, spec, NOTHING), mod, *tensors, given, *how[:2])
-        plan = rt.backend.plan_attention_scored(rt, asked)
-        if mod.key is not None:
-            rt.plans.put(key, plan)
-    return plan
+    key = asked.mod.key
+    if key is None:
+        return _plan(rt, asked)
+    return rt.plans.find(rt, _plan, asked, key, like=asked._replace(mod=ScoreMod(None)))
+
+
+def _plan(rt: Runtime, asked: ScoredAsked) -> Any:
+    op, spec = f"attention_scored_{'backward' if asked.backward else 'forward'}", asked.spec
+    check(op, rt, asked.q, asked.k, asked.v, spec, NOTHING, TYPES)
+    plain = AttentionSpec(
+        spec.scale,
+        spec.q_format,
+        spec.kv_format,
+        bottom_right=spec.bottom_right,  # of a band that is not there
+        deterministic=spec.deterministic,
+    )
+    _check.require(
+        spec == plain and "thd" not in (spec.q_format, spec.kv_format),
+        op,
+        f"{spec}",
+        "a scale, and dense formats",
+        "leave the rest to the functions",
+    )
+    return rt.backend.plan_attention_scored(rt, asked)

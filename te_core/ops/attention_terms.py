@@ -8,10 +8,10 @@ from typing import NamedTuple
 from te_core import dtypes
 from te_core.attention import BIASES, DIMENSIONS, FORMATS, SOFTMAX, AttentionSpec, Lengths, Sizes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
 from te_core.runtime import Runtime
-from te_core.tensor import Device, Tensor, dense_strides
+from te_core.tensor import Tensor, dense_strides
 
 
 class Terms(NamedTuple):
@@ -52,15 +52,13 @@ def stats_shape(q: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
     return (q.shape[0], q.shape[1]) if b is None else (q.shape[b], q.shape[h], q.shape[s])
 
 
-def is_dense(t: Tensor, shape: tuple[int, ...], dtype: DType, device: Device) -> bool:
-    """Whether a result, or what is read as one, lies as backends take it."""
-    return (
-        t.shape == shape
-        and t.dtype is dtype
-        and t.is_contiguous
-        and t.device is device
-        and not (t.ptr & 15 and device.kind == "cuda")
-    )
+def check_dense(op: str, name: str, t: Tensor, q: Tensor, v: Tensor, dtype: DType | None = None) -> None:
+    """A result, or what is read as one (of q's dtype, unless said otherwise), lies as backends take it."""
+    shape, dtype = (*q.shape[:-1], v.shape[-1]), dtype or q.dtype
+    aligned = not (t.ptr & 15 and q.device.kind == "cuda")
+    if t.shape != shape or t.dtype is not dtype or not t.is_contiguous or t.device is not q.device or not aligned:
+        allowed = f"a dense {shape} of {dtype} beside q, on CUDA at a multiple of 16 bytes"
+        raise ArgumentError(op, f"{name} = {t!r} at {t.ptr:#x}", allowed, f"correct {name}")
 
 
 def check_rows(op: str, q: Tensor, v: Tensor, **results: Tensor) -> None:
@@ -87,16 +85,8 @@ def check_rows(op: str, q: Tensor, v: Tensor, **results: Tensor) -> None:
 
 def check_stats(op: str, stats: Tensor, q: Tensor, spec: AttentionSpec) -> None:
     """The statistics are those of a forward."""
-    _check.require(
-        stats.shape == stats_shape(q, spec)
-        and stats.dtype is dtypes.float32
-        and stats.is_contiguous
-        and stats.device is q.device,
-        op,
-        f"stats = {stats!r}",
-        f"float32 {stats_shape(q, spec)}, dense, as forward gave them",
-        "pass forward's stats",
-    )
+    _check.sized(op, "stats", stats, stats_shape(q, spec), (dtypes.float32,), "pass forward's stats")
+    _check.on_device(op, q.device, stats)
 
 
 def check(

@@ -22,10 +22,9 @@ def add(rt: Runtime, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tens
     op = "add"
     check_pair(op, a, b)
     _check.on_device(op, rt.device, a, b)
+    _check.result(op, rt.device, "out", out, a.shape, (a.dtype,))
     if out is None:
         out = rt.empty(a.shape, a.dtype)
-    else:
-        _check.result(op, rt.device, "out", out, a.shape, (a.dtype,))
     rt.backend.add(rt, a, b, out)
     return out
 
@@ -48,10 +47,9 @@ def bias_dropout_add(
     if residual is not None:
         check_pair(op, x, residual)
     _check.on_device(op, rt.device, x, bias, residual, rng)
+    _check.result(op, rt.device, "out", out, x.shape, (x.dtype,))
     if out is None:
         out = rt.empty(x.shape, x.dtype)
-    else:
-        _check.result(op, rt.device, "out", out, x.shape, (x.dtype,))
     rt.backend.bias_dropout_add(rt, x, bias, residual, out, p, rng, site)
     return out
 

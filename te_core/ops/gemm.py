@@ -130,19 +130,22 @@ def gemm(
     out is of the operands' dtype or float32; of float32, FP8 and FP4 operands it may be any activation dtype.
     """
     dt = out.dtype if out is not None else (out_dtype or (a.dtype if a.dtype in ACTIVATION_DTYPES else dtypes.bfloat16))
-    tensors, scales = (a, b, out, bias, aux, a_sum, out_sum), (_stored(a_scale), _stored(b_scale), a_amax, b_amax)
-    address = reduce(or_, [t.ptr for t in tensors if t])
-    flags = (bool(accumulate), bool(split_accumulator), bool(tf32))
-    asked = _Asked(bool(trans_a), bool(trans_b), dt, epilogue, flags, address & -address & 255, a_format, b_format)
-    # Everything that the checks below look at: what was checked once need not be checked again. (Scales of blocks lie
-    # at whole 16 bytes, one float anywhere.)
-    places = None if a_format is None else tuple([t.ptr & 15 for t in scales if t])
-    key = ("gemm", asked, _check.seen(*tensors, *scales), places, type(a_scale) is Scales, autotuning())
-    plan = rt.plans.get(key)
-    if plan is None:
-        spec = _checked(rt, asked, a, b, scales, (bias, a_sum, out_sum), aux, out)
-        plan = rt.plans.put(key, rt.backend.plan_gemm(rt, spec))
-    _check_written(out, aux if epilogue == "gelu" else None, a_sum, out_sum)
+    address = reduce(or_, [t.ptr for t in (a, b, out, bias, aux, a_sum, out_sum) if t])
+    asked = _Asked(
+        (a, b),
+        (_stored(a_scale), _stored(b_scale), a_amax, b_amax),
+        (bias, a_sum, out_sum),
+        aux,
+        out,
+        dt,
+        epilogue,
+        (bool(trans_a), bool(trans_b)),
+        (bool(accumulate), bool(split_accumulator), bool(tf32)),
+        address & -address & 255 or 256,
+        (a_format, b_format),
+    )
+    plan = rt.plans.find(rt, _plan, asked, autotuning())
+    _check.written("gemm", "a result", out, aux if epilogue == "gelu" else None, a_sum, out_sum)
     if out is None:
         out = rt.empty((plan.spec.m, plan.spec.n), dt)
     if a_scale is not None:
@@ -152,22 +155,49 @@ def gemm(
     return out
 
 
-def _check_written(*results: Tensor | None) -> None:
-    for t in results:
-        _check.written("gemm", "a result", t)
-
-
 class _Asked(NamedTuple):
-    """What a call asks for besides its tensors."""
+    """What the plan of a product is made of: of tensors only what their memory is like."""
 
-    trans_a: bool
-    trans_b: bool
-    out: DType
+    operands: tuple[Tensor, Tensor]
+    scales: tuple[Tensor | None, ...]  # of a and b, and the amax of each
+    vectors: tuple[Tensor | None, Tensor | None, Tensor | None]  # bias, a_sum, out_sum
+    aux: Tensor | None
+    out: Tensor | None
+    dtype: DType
     epilogue: str | None
+    transposed: tuple[bool, bool]
     flags: tuple[bool, bool, bool]  # accumulate, split_accumulator, tf32
-    alignment: int  # 0: any
-    a_format: Format | None
-    b_format: Format | None
+    alignment: int
+    formats: tuple[Format | None, Format | None]
+
+
+def _plan(rt: Runtime, asked: _Asked) -> GemmPlan:
+    """Its arguments are looked at once for all tensors that are alike."""
+    op, (a, _), (bias, a_sum, out_sum), dt = "gemm", asked.operands, asked.vectors, asked.dtype
+    _check.on_device(op, rt.device, *asked.operands, *asked.scales, *asked.vectors, asked.aux, asked.out)
+    types, (m, n, k) = _check_operands(asked.operands, asked.scales, asked.formats, *asked.transposed)
+    outs = ACTIVATION_DTYPES if types[0].bits <= 8 or a.dtype is dtypes.float32 else (a.dtype, dtypes.float32)
+    _check.one_of(op, "output dtype", dt, outs)
+    got, do = "accumulate=True without out", "pass out="
+    _check.require(not asked.flags[0] or asked.out is not None, op, got, "an out", do)
+    got, do = f"a_sum with {asked.formats[0]}", "sum a before it is cast"
+    _check.require(a_sum is None or asked.formats[0] is None, op, got, "a_sum with one scale a tensor", do)
+    _check_results((m, n), asked.out, asked.vectors, asked.epilogue, asked.aux)
+    spec = GemmSpec(
+        *(m, n, k),
+        *asked.transposed,
+        *types,
+        dt,
+        _check.dtype(bias),
+        asked.epilogue,
+        _check.dtype(asked.aux),
+        _check.dtype(a_sum),
+        _check.dtype(out_sum),
+        *asked.flags,
+        asked.alignment,
+        *asked.formats,
+    )
+    return rt.backend.plan_gemm(rt, spec)
 
 
 def _stored(scale: Tensor | Scales | None) -> Tensor | None:
@@ -181,22 +211,15 @@ def _in_order(rt: Runtime, plan: GemmPlan, *scales: Tensor | Scales | None) -> l
     return [scale.swizzled(rt) if isinstance(scale, Scales) else scale for scale in scales]
 
 
-def _checked(
-    rt: Runtime,
-    asked: _Asked,
-    a: Tensor,
-    b: Tensor,
+def _check_operands(
+    operands: tuple[Tensor, Tensor],
     scales: tuple[Tensor | None, ...],
-    vectors: tuple[Tensor | None, Tensor | None, Tensor | None],
-    aux: Tensor | None,
-    out: Tensor | None,
-) -> GemmSpec:
-    """The spec of a product, if it can be multiplied."""
-    trans_a, trans_b, formats = asked.trans_a, asked.trans_b, (asked.a_format, asked.b_format)
-    a_sum = vectors[1]
-    scaled = formats != (None, None) or scales[2] is not None
-    op = "gemm"
-    _check.on_device(op, rt.device, a, b, *scales, *vectors, aux, out)
+    formats: tuple[Format | None, Format | None],
+    trans_a: bool,
+    trans_b: bool,
+) -> tuple[tuple[DType, DType], tuple[int, int, int]]:
+    """The element types of what is multiplied and (M, N, K) in elements, if it can be."""
+    op, (a, b) = "gemm", operands
     for name, t in (("a", a), ("b", b)):
         _check.matrix(op, name, t)
     m, k = reversed(a.shape) if trans_a else a.shape
@@ -204,14 +227,10 @@ def _checked(
     flips = [" transposed" if flag else "" for flag in (trans_a, trans_b)]
     shapes = f"a {tuple(a.shape)}{flips[0]}, b {tuple(b.shape)}{flips[1]}"
     _check.require(k == kb, op, shapes, "equal contraction sizes", "check the shapes and the trans_ flags")
-    _check.one_of(op, "epilogue", asked.epilogue, EPILOGUES)
-    types = a.dtype, b.dtype
-    if scaled:
-        types, k = _check_formats(shapes, (a, b), scales, formats, trans_a, trans_b, (m, n, k))
-        _check.require(
-            a_sum is None, op, f"a_sum with {formats[0]}", "a_sum with one scale a tensor", "sum a before it is cast"
-        )
-    elif a.dtype.is_fp8 or b.dtype.is_fp8:
+    if formats != (None, None) or scales[2] is not None:
+        types, k = _check_formats(shapes, operands, scales, formats, trans_a, trans_b, (m, n, k))
+        return types, (m, n, k)
+    if a.dtype.is_fp8 or b.dtype.is_fp8:
         _check_fp8(shapes, a, b, scales[:2], not trans_a and trans_b, (m, n, k))
     else:
         _check.require(
@@ -221,35 +240,9 @@ def _checked(
             "two operands of one type: float32, bfloat16 or float16 (or an FP8 pair)",
             "convert one of them",
         )
-        _check.require(
-            scales[:2] == (None, None),
-            op,
-            f"a_scale={scales[0]!r}, b_scale={scales[1]!r} with {a.dtype} operands",
-            "scales with FP8 operands",
-            "leave the scales out",
-        )
-    outs = ACTIVATION_DTYPES if types[0].bits <= 8 or a.dtype is dtypes.float32 else (a.dtype, dtypes.float32)
-    _check.one_of(op, "output dtype", asked.out, outs)
-    _check.require(not asked.flags[0] or out is not None, op, "accumulate=True without out", "an out", "pass out=")
-    _check_results((m, n), out, vectors, asked.epilogue, aux)
-    bias, _, out_sum = vectors
-    return GemmSpec(
-        m,
-        n,
-        k,
-        trans_a,
-        trans_b,
-        *types,
-        asked.out,
-        _check.dtype(bias),
-        asked.epilogue,
-        _check.dtype(aux),
-        _check.dtype(a_sum),
-        _check.dtype(out_sum),
-        *asked.flags,
-        asked.alignment or 256,
-        *formats,
-    )
+        got = f"scales with {a.dtype} operands"
+        _check.require(scales[:2] == (None, None), op, got, "scales with FP8 operands", "leave the scales out")
+    return (a.dtype, b.dtype), (m, n, k)
 
 
 def _check_results(
@@ -261,14 +254,10 @@ def _check_results(
 ) -> None:
     """What a product writes, and what it reads besides its operands."""
     op, (m, n), (bias, a_sum, out_sum) = "gemm", shape, vectors
+    _check.one_of(op, "epilogue", epilogue, EPILOGUES)
     for name, t in (("out", out), ("aux", aux)):
         if t is not None:
-            _check.matrix(op, name, t)
-            _check.require(
-                t.shape == shape, op, f"{name} {tuple(t.shape)}", f"({m}, {n})", f"give an {name} of that shape"
-            )
-    if aux is not None:
-        _check.one_of(op, "dtype of aux", aux.dtype, ACTIVATION_DTYPES)
+            _check.sized(op, name, t, shape, ACTIVATION_DTYPES)
     _check.vector(op, "bias", bias, n, ACTIVATION_DTYPES)
     _check.vector(op, "a_sum", a_sum, m, ACTIVATION_DTYPES)
     _check.vector(op, "out_sum", out_sum, n, ACTIVATION_DTYPES)

@@ -34,26 +34,10 @@ class Route(NamedTuple):
 
     how: str
     reason: str
-    place: Device | None = None
-    a: Format | None = None
-    b: Format | None = None
 
 
 def gemm_route(place: Device, a: Format, b: Format) -> Route:
     """What a product of these formats takes on this device."""
-    routes = place.of(_routes)
-    found = routes.get((a, b))
-    if found is None:
-        found = routes[a, b] = _find_route(place, a, b)._replace(place=place, a=a, b=b)
-    return found
-
-
-def _routes(place: Device) -> dict[tuple[Format, Format], Route]:
-    """Those that were found."""
-    return {}
-
-
-def _find_route(place: Device, a: Format, b: Format) -> Route:
     if a.scaling == b.scaling == "tensor" and a.dtype is b.dtype is dtypes.float8_e5m2:
         return Route("dequantized", "no tensor core multiplies E5M2 by E5M2")
     if place.kind != "cuda":
@@ -88,19 +72,15 @@ def gemm_quantized(
     split_accumulator: bool = True,
     emulate: bool = False,
     strict: bool = False,
-    route: Route | None = None,
 ) -> None:
     """out [r, c] = A B^T + bias, added to what out held if `accumulate`.
 
-    A is the rowwise copy of a [r, P] (contracted along P) or the columnwise copy of a [P, r]; likewise B. `route` is
-    that of their formats here, where the caller has kept it.
+    A is the rowwise copy of a [r, P] (contracted along P) or the columnwise copy of a [P, r]; likewise B.
     """
     place = rt.device
     if place is META:
         return
-    if route is None:
-        route = gemm_route(place, a.format, b.format)
-    how, reason = route.how, route.reason
+    how, reason = gemm_route(place, a.format, b.format)
     if how == "dequantized" and strict:
         raise UnsupportedError(
             "gemm",

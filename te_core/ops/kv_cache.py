@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from te_core import dtypes
 from te_core.attention import DIMENSIONS, FORMATS
@@ -42,7 +42,7 @@ class KVCache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """A cache as plans know it; lengths of memory in bytes."""
+    """A cache as launches know it; lengths of memory in bytes."""
 
     rows: int  # sequences there is room for
     capacity: int  # tokens of a sequence
@@ -57,7 +57,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVAppendSpec:
-    """The plan of `kv_append`."""
+    """All that the launch of `kv_append` depends on besides addresses."""
 
     cache: KVCacheSpec
     form: str
@@ -69,7 +69,7 @@ class KVAppendSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVMoveSpec:
-    """The plan of `kv_move`."""
+    """All that the launch of `kv_move` depends on besides addresses."""
 
     cache: KVCacheSpec
     longest: int
@@ -77,7 +77,7 @@ class KVMoveSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVGatherSpec:
-    """The plan of `kv_gather`."""
+    """All that the launch of `kv_gather` depends on besides addresses."""
 
     cache: KVCacheSpec
     sequences: int
@@ -92,18 +92,14 @@ def kv_append(
     any strides whose last one is 1. `cu_cached` counts the new tokens in: those of sequence i go to its positions
     cached_i - new_i up to cached_i. What would lie outside the cache or its pages is not written.
     """
-    key = ("kv_append", form, *_key(new_k, new_v, *cache), _check.seen(cu_new, cu_cached))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.on_device("kv_append", rt.device, new_k, new_v, *cache, cu_new, cu_cached)
-        _check_append("kv_append", new_k, new_v, cache, cu_new, cu_cached, form)
-        tokens = new_k.shape[DIMENSIONS[form][1]]
-        steps = _steps(form, new_k), _steps(form, new_v)
-        spec = KVAppendSpec(_cache_spec(cache, new_k, new_v), form, cu_new.shape[0] - 1, tokens, *steps)
-        plan = rt.plans.put(key, rt.backend.plan_kv_append(rt, spec))
-    _check.written("kv_append", "cache.k", cache.k)
-    _check.written("kv_append", "cache.v", cache.v)
-    rt.backend.kv_append(rt, plan, new_k, new_v, cache, cu_new, cu_cached)
+    op = "kv_append"
+    _check.on_device(op, rt.device, new_k, new_v, *cache, cu_new, cu_cached)
+    _check_append(op, new_k, new_v, cache, cu_new, cu_cached, form)
+    _check.written(op, "the cache", cache.k, cache.v)
+    tokens = new_k.shape[DIMENSIONS[form][1]]
+    steps = _steps(form, new_k), _steps(form, new_v)
+    spec = KVAppendSpec(_cache_spec(cache, new_k, new_v), form, cu_new.shape[0] - 1, tokens, *steps)
+    rt.backend.kv_append(rt, spec, new_k, new_v, cache, cu_new, cu_cached)
 
 
 def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None:
@@ -113,53 +109,26 @@ def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None
     rows that change places. No move has more than `longest` tokens; one that names a row behind the last is not made.
     """
     op = "kv_move"
-    key = (op, longest, moves.shape[1:], moves.dtype, moves.strides, moves.device, *_key(*cache))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_cache(op, cache)
-        _check.require(cache.pages is None, op, "a paged cache", "a contiguous one", "permute its page table instead")
-        _check.require(
-            moves.ndim == 2 and moves.shape[1] == 3 and moves.is_contiguous and moves.dtype is dtypes.int32,
-            op,
-            f"moves = {moves!r}",
-            "dense int32 [n, 3]",
-            "correct moves",
-        )
-        _check.require(longest >= 0, op, f"longest={longest}", "the tokens of the longest move", "correct longest")
-        _check.on_device(op, rt.device, *cache, moves)
-        spec = KVMoveSpec(_cache_spec(cache), min(longest, cache.capacity))
-        plan = rt.plans.put(key, rt.backend.plan_kv_move(rt, spec))
-    _check.written(op, "cache.k", cache.k)
-    _check.written(op, "cache.v", cache.v)
-    rt.backend.kv_move(rt, plan, cache, moves)
+    _check_cache(op, cache)
+    _check.require(cache.pages is None, op, "a paged cache", "a contiguous one", "permute its page table instead")
+    _check.sized(op, "moves", moves, (*moves.shape[:1], 3), (dtypes.int32,))
+    _check.require(longest >= 0, op, f"longest={longest}", "the tokens of the longest move", "correct longest")
+    _check.on_device(op, rt.device, *cache, moves)
+    _check.written(op, "the cache", cache.k, cache.v)
+    rt.backend.kv_move(rt, KVMoveSpec(_cache_spec(cache), min(longest, cache.capacity)), cache, moves)
 
 
 def kv_gather(rt: Runtime, cache: KVCache, cu_cached: Tensor) -> tuple[Tensor, Tensor]:
     """k and v of a paged cache as contiguous [sequences, capacity, groups, d], zeros behind each sequence's end."""
     op = "kv_gather"
-    key = (op, *_key(*cache), _check.seen(cu_cached))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_cache(op, cache)
-        _check.require(cache.pages is not None, op, "no pages", "a paged cache", "read the contiguous cache itself")
-        _check_lengths(op, cache, cu_cached)
-        _check.on_device(op, rt.device, *cache, cu_cached)
-        spec = KVGatherSpec(_cache_spec(cache), cu_cached.shape[0] - 1)
-        plan = rt.plans.put(key, rt.backend.plan_kv_gather(rt, spec))
+    _check_cache(op, cache)
+    _check.require(cache.pages is not None, op, "no pages", "a paged cache", "read the contiguous cache itself")
+    _check_lengths(op, cache, cu_cached)
+    _check.on_device(op, rt.device, *cache, cu_cached)
     rows = cu_cached.shape[0] - 1
     k, v = (rt.empty((rows, cache.capacity, *t.shape[2:]), t.dtype) for t in (cache.k, cache.v))
-    rt.backend.kv_gather(rt, plan, cache, cu_cached, k, v)
+    rt.backend.kv_gather(rt, KVGatherSpec(_cache_spec(cache), rows), cache, cu_cached, k, v)
     return k, v
-
-
-def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What a plan depends on of these tensors. Of each its own place on the grid of 16 bytes: a plan for a table off
-    the grid has wide loads of a cache on it."""
-    key: list[Any] = []
-    for t in tensors:
-        if t is not None:
-            key += (t.shape, t.strides, t.dtype, t.device, t.ptr & 15)
-    return tuple(key)
 
 
 def _cache_spec(cache: KVCache, *others: Tensor) -> KVCacheSpec:

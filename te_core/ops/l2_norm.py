@@ -17,7 +17,7 @@ MAX_ROW = 65536
 
 @dataclass(frozen=True, slots=True)
 class L2NormOpSpec:
-    """All that a plan depends on."""
+    """All that a launch depends on besides addresses."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -26,35 +26,20 @@ class L2NormOpSpec:
 
 def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
     """y for the rows of a dense matrix x [M, d]."""
-    key = ("l2_norm_forward", _check.off(x), _check.seen(x))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_rows("l2_norm_forward", rt, x)
-        plan = rt.plans.put(key, rt.backend.plan_l2_norm_forward(rt, L2NormOpSpec(x.shape, x.dtype, x.ptr & 15)))
+    _check_rows("l2_norm_forward", rt, x)
     y = rt.empty(x.shape, x.dtype)
-    rt.backend.l2_norm_forward(rt, plan, x, y, eps)
+    rt.backend.l2_norm_forward(rt, L2NormOpSpec(x.shape, x.dtype, _check.off(x)), x, y, eps)
     return y
 
 
 def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, *, eps: float) -> Tensor:
     """dx, in x's dtype."""
-    key = ("l2_norm_backward", _check.off(x, dy), _check.seen(x, dy))
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "l2_norm_backward"
-        _check_rows(op, rt, x)
-        _check.require(
-            tuple(dy.shape) == tuple(x.shape) and dy.dtype is x.dtype and dy.is_contiguous,
-            op,
-            f"dy = {dy!r}",
-            "dense, of x's shape and dtype",
-            "correct dy",
-        )
-        _check.on_device(op, rt.device, dy)
-        spec = L2NormOpSpec(x.shape, x.dtype, _check.off(x, dy))
-        plan = rt.plans.put(key, rt.backend.plan_l2_norm_backward(rt, spec))
+    op = "l2_norm_backward"
+    _check_rows(op, rt, x)
+    _check.like(op, "dy", dy, x)
+    _check.on_device(op, rt.device, dy)
     dx = rt.empty(x.shape, x.dtype)
-    rt.backend.l2_norm_backward(rt, plan, dy, x, dx, eps)
+    rt.backend.l2_norm_backward(rt, L2NormOpSpec(x.shape, x.dtype, _check.off(x, dy)), dy, x, dx, eps)
     return dx
 
 

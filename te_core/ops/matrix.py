@@ -13,10 +13,9 @@ def resize(rt: Runtime, x: Tensor, rows: int, cols: int, *, out: Tensor | None =
     _check.matrix("resize", "x", x)
     _check.one_of("resize", "element size of x", x.dtype.bits, (8, 16, 32))
     _check.on_device("resize", rt.device, x)
+    _check.result("resize", rt.device, "out", out, (rows, cols), (x.dtype,))
     if out is None:
         out = rt.empty((rows, cols), x.dtype)
-    else:
-        _check.result("resize", rt.device, "out", out, (rows, cols), (x.dtype,))
     rt.backend.resize(rt, x, out)
     return out
 

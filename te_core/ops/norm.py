@@ -12,10 +12,11 @@ which `ops.bias_dropout_add` would form bit for bit; backward adds the gradient 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.elementwise import check_dropout, check_pair
 from te_core.ops.quantize import allocate, check_cast, key_of, quantize
@@ -37,20 +38,10 @@ class Branch(NamedTuple):
     rng: Tensor | None = None
     site: int = 0
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What a plan depends on."""
-        return self.p, _check.seen(self.residual, self.sum, self.bias, self.rng)
-
-    @property
-    def address(self) -> int:
-        """The bitwise or of all addresses."""
-        return self.residual.ptr | self.sum.ptr | (0 if self.bias is None else self.bias.ptr)
-
 
 @dataclass(frozen=True, slots=True)
 class NormOpSpec:
-    """All that the plan of a norm depends on."""
+    """All that the launches of a norm depend on besides addresses."""
 
     kind: str
     shape: tuple[int, ...]
@@ -133,39 +124,31 @@ def norm_forward(
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast), mean, rstd
     out_dtype = out_dtype or x.dtype
-    off = _check.off(x, gamma, beta) | (0 if branch is None else branch.address & 15)
-    rule = (out_dtype, kind, zero_centered, cast and cast.key, keep, sm_margin, branch and branch.key)
-    key = ("norm_forward", rule, off, _check.seen(x, gamma, beta))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_common("norm_forward", kind, x, gamma, out_dtype)
-        _check.vector("norm_forward", "beta", beta, x.shape[1], (gamma.dtype,))
-        _check.require(
-            (beta is not None) == (kind == "LayerNorm"),
-            "norm_forward",
-            f"{kind} with beta={beta!r}",
-            "a beta with LayerNorm, none with RMSNorm",
-            "correct beta",
+    op = "norm_forward"
+    _check_common(op, kind, x, gamma, out_dtype)
+    _check.vector(op, "beta", beta, x.shape[1], (gamma.dtype,))
+    if (beta is not None) != (kind == "LayerNorm"):
+        raise ArgumentError(
+            op, f"{kind} with beta={beta!r}", "a beta with LayerNorm, none with RMSNorm", "correct beta"
         )
-        _check.on_device("norm_forward", rt.device, x, gamma, beta)
-        if branch is not None:
-            _check.on_device("norm_forward", rt.device, branch.residual, branch.sum, branch.bias, branch.rng)
-            _check_branch("norm_forward", x, branch)
-        if cast is not None:
-            check_cast("norm_forward", rt.device, cast)
-        spec = NormOpSpec(kind, x.shape, x.dtype, gamma.dtype, out_dtype, zero_centered, sm_margin, off)
-        spec = replace(spec, cast=key_of(cast), keep=keep)
-        if branch is not None:
-            spec = replace(spec, branch=True, bias=branch.bias is not None, p=branch.p)
-        plan = rt.plans.put(key, rt.backend.plan_norm_forward(rt, spec))
+    _check.on_device(op, rt.device, x, gamma, beta)
+    if cast is not None:
+        check_cast(op, rt.device, cast)
+    off = _check.off(x, gamma, beta)
+    if branch is not None:
+        _check_branch(op, rt, x, branch)
+        off |= _check.off(branch.residual, branch.sum, branch.bias)
+    spec = NormOpSpec(kind, x.shape, x.dtype, gamma.dtype, out_dtype, zero_centered, sm_margin, off)
+    spec = replace(spec, cast=key_of(cast), keep=keep)
+    if branch is not None:
+        spec = replace(spec, branch=True, bias=branch.bias is not None, p=branch.p)
     # Current scaling needs the whole result before it can cast, so the rounded values are always written there.
-    _check.written("norm_forward", "branch.sum", branch and branch.sum)
     wants_y = cast is None or keep or cast.scale is None
     y = rt.empty(x.shape, out_dtype) if wants_y else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
     mean = rt.empty((x.shape[0],), dtypes.float32) if kind == "LayerNorm" else None
     rstd = rt.empty((x.shape[0],), dtypes.float32)
-    rt.backend.norm_forward(rt, plan, NormOperands(x, gamma, beta, y, cast, q, mean, rstd, eps, branch))
+    rt.backend.norm_forward(rt, spec, NormOperands(x, gamma, beta, y, cast, q, mean, rstd, eps, branch))
     return (y if cast is None or keep else None), q, mean, rstd
 
 
@@ -188,53 +171,41 @@ def norm_backward(
 
     `add`, of x's shape and dtype, goes into dx before its one rounding: the gradient that reaches x round the norm.
     """
+    op = "norm_backward"
+    _check_common(op, kind, x, gamma, x.dtype)
+    _check.sized(op, "dy", dy, x.shape, ACTIVATION_DTYPES)
+    _check.vector(op, "rstd", rstd, x.shape[0], (dtypes.float32,))
+    _check.vector(op, "mean", mean, x.shape[0], (dtypes.float32,))
+    if (mean is not None) != (kind == "LayerNorm") or rstd is None:
+        got, allowed = f"{kind} with mean={mean!r}, rstd={rstd!r}", "rstd, and a mean with LayerNorm alone"
+        raise ArgumentError(op, got, allowed, "pass what forward returned")
+    _check.on_device(op, rt.device, dy, x, gamma, mean, rstd, add)
+    if add is not None:
+        _check.like(op, "add", add, x)
+    _check.result(op, rt.device, "out", out, x.shape, (x.dtype,))
     off = _check.off(x, dy, gamma, add, out)
-    key = ("norm_backward", kind, zero_centered, sm_margin, off, _check.seen(dy, x, gamma, mean, rstd, add, out))
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "norm_backward"
-        _check_common(op, kind, x, gamma, x.dtype)
-        _check.matrix(op, "dy", dy)
-        _check.require(dy.shape == x.shape, op, f"dy {dy!r}", f"the shape of x, {tuple(x.shape)}", "correct dy")
-        _check.one_of(op, "dtype of dy", dy.dtype, ACTIVATION_DTYPES)
-        _check.vector(op, "rstd", rstd, x.shape[0], (dtypes.float32,))
-        _check.vector(op, "mean", mean, x.shape[0], (dtypes.float32,))
-        _check.require(
-            (mean is not None) == (kind == "LayerNorm") and rstd is not None,
-            op,
-            f"{kind} with mean={mean!r}, rstd={rstd!r}",
-            "rstd, and a mean with LayerNorm alone",
-            "pass what forward returned",
-        )
-        _check.on_device(op, rt.device, dy, x, gamma, mean, rstd, add, out)
-        for other in (add, out):
-            if other is not None:
-                check_pair(op, x, other)
-        spec = NormOpSpec(
-            kind, x.shape, x.dtype, gamma.dtype, dy.dtype, zero_centered, sm_margin, off, add=add is not None
-        )
-        plan = rt.plans.put(key, rt.backend.plan_norm_backward(rt, spec))
-    _check.written("norm_backward", "out", out)
+    spec = NormOpSpec(kind, x.shape, x.dtype, gamma.dtype, dy.dtype, zero_centered, sm_margin, off, add=add is not None)
     dx = rt.empty(x.shape, x.dtype) if out is None else out
     dgamma = rt.empty(gamma.shape, gamma.dtype)
     dbeta = rt.empty(gamma.shape, gamma.dtype) if kind == "LayerNorm" else None
-    rt.backend.norm_backward(rt, plan, NormGradients(dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta))
+    rt.backend.norm_backward(rt, spec, NormGradients(dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta))
     return dx, dgamma, dbeta
 
 
-def _check_branch(op: str, x: Tensor, branch: Branch) -> None:
+def _check_branch(op: str, rt: Runtime, x: Tensor, branch: Branch) -> None:
     check_dropout(op, x, branch.p, branch.rng)
     _check.vector(op, "bias", branch.bias, x.shape[1], (x.dtype,))
     for other in (branch.residual, branch.sum):
         check_pair(op, x, other)
+    _check.on_device(op, rt.device, branch.residual, branch.sum, branch.bias, branch.rng)
+    _check.written(op, "branch.sum", branch.sum)
 
 
 def _check_common(op: str, kind: str, x: Tensor, gamma: Tensor, out_dtype: DType) -> None:
     _check.one_of(op, "kind", kind, KINDS)
     _check.matrix(op, "x", x)
-    for name, dt in (("x", x.dtype), ("gamma", gamma.dtype), ("the output", out_dtype)):
-        _check.one_of(op, f"dtype of {name}", dt, ACTIVATION_DTYPES)
-    _check.require(
-        1 <= x.shape[1] <= MAX_ROW, op, f"rows of {x.shape[1]} elements", f"1 to {MAX_ROW}", "use a shorter row"
-    )
+    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    _check.one_of(op, "dtype of the output", out_dtype, ACTIVATION_DTYPES)
+    if not 1 <= x.shape[1] <= MAX_ROW:
+        raise ArgumentError(op, f"rows of {x.shape[1]} elements", f"1 to {MAX_ROW}", "use a shorter row")
     _check.vector(op, "gamma", gamma, x.shape[1], ACTIVATION_DTYPES)

@@ -38,20 +38,16 @@ def padding_order(rt: Runtime, mask: Tensor, *, form: str) -> tuple[Tensor, Tens
         cu_seqlens  int32 [b + 1]: running sums of the tokens of rows
     """
     op = "padding_order"
-    key = (op, form, *_check.facts(mask))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.one_of(op, "form", form, _FORMATS)
-        _check.require(mask.ndim > 0, op, f"mask = {mask!r}", "a mask [b, s]", "pass a row for each sequence")
-        _check.dense(op, "mask", mask)
-        _check.one_of(op, "dtype of mask", mask.dtype, _MASKS)
-        _check.on_device(op, rt.device, mask)
-        rows, length = mask.shape[0], prod(mask.shape[1:])
-        for name, count in (("tokens", rows * length), ("rows", rows + 1)):
-            _check.require(count < 1 << 31, op, f"{count} {name}", "less than 2^31", "split the batch")
-        steps = (rows, 1) if form == "sbhd" else (1, length)
-        plan = rt.plans.put(key, rt.backend.plan_padding_order(rt, PaddingOrderSpec(rows, length, *steps)))
+    _check.one_of(op, "form", form, _FORMATS)
+    _check.require(mask.ndim > 0, op, f"mask = {mask!r}", "a mask [b, s]", "pass a row for each sequence")
+    _check.dense(op, "mask", mask)
+    _check.one_of(op, "dtype of mask", mask.dtype, _MASKS)
+    _check.on_device(op, rt.device, mask)
+    rows, length = mask.shape[0], prod(mask.shape[1:])
+    for name, count in (("tokens", rows * length), ("rows", rows + 1)):
+        _check.require(count < 1 << 31, op, f"{count} {name}", "less than 2^31", "split the batch")
+    steps = (rows, 1) if form == "sbhd" else (1, length)
     there, again = (rt.empty((mask.size,), dtypes.int64) for _ in range(2))
-    cu = rt.empty((mask.shape[0] + 1,), dtypes.int32)
-    rt.backend.padding_order(rt, plan, mask, there, again, cu)
+    cu = rt.empty((rows + 1,), dtypes.int32)
+    rt.backend.padding_order(rt, PaddingOrderSpec(rows, length, *steps), mask, there, again, cu)
     return there, again, cu

@@ -17,7 +17,7 @@ Nothing here waits for the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
@@ -46,7 +46,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowMapSpec:
-    """The plan of a map."""
+    """All that the launches of a map depend on besides addresses."""
 
     kind: str  # mask, index, chunks
     tokens: int  # rows of what is moved
@@ -57,7 +57,7 @@ class RowMapSpec:
 
 @dataclass(frozen=True, slots=True)
 class PermuteSpec:
-    """The plan of `permute`, `unpermute` and `unpermute_backward`."""
+    """All that the launches of `permute`, `unpermute` and `unpermute_backward` depend on besides addresses."""
 
     tokens: int
     rows: int
@@ -82,37 +82,29 @@ def mask_row_map(rt: Runtime, routing: Tensor, *, starts: Tensor | None = None) 
     `permute` need not look for the rows that nobody gets.
     """
     op = "mask_row_map"
-    key = (op, *_check.seen(routing, starts))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.matrix(op, "routing", routing)
-        _check.one_of(op, "dtype of routing", routing.dtype, _MASKS)
-        tokens, experts = routing.shape
-        _check.vector(op, "starts", starts, experts + 1, (dtypes.int32,))
-        _check.on_device(op, rt.device, routing, starts)
-        _check_size(op, tokens * experts)
-        _check_count(op, "experts", experts, MAX_EXPERTS)
-        plan = _plan_map(rt, key, RowMapSpec("mask", tokens, experts, routing.dtype, None))
+    _check.matrix(op, "routing", routing)
+    _check.one_of(op, "dtype of routing", routing.dtype, _MASKS)
+    tokens, experts = routing.shape
+    _check.vector(op, "starts", starts, experts + 1, (dtypes.int32,))
+    _check.on_device(op, rt.device, routing, starts)
     _check.written(op, "starts", starts)
-    out = rt.empty((routing.shape[0], 2 * routing.shape[1] + 1), dtypes.int32)
-    rt.backend.row_map(rt, plan, routing, starts, out, 0)
+    _check_size(op, tokens * experts)
+    _check_count(op, "experts", experts, MAX_EXPERTS)
+    out = rt.empty((tokens, 2 * experts + 1), dtypes.int32)
+    rt.backend.row_map(rt, RowMapSpec("mask", tokens, experts, routing.dtype, None), routing, starts, out, 0)
     return out
 
 
 def index_row_map(rt: Runtime, experts: Tensor, *, rows: int) -> Tensor:
     """The index map of expert ids int32 [tokens, slots], any ids; only the first `rows` rows are kept."""
     op = "index_row_map"
-    key = (op, *_check.seen(experts))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.matrix(op, "experts", experts)
-        _check.one_of(op, "dtype of experts", experts.dtype, (dtypes.int32,))
-        _check.on_device(op, rt.device, experts)
-        tokens, slots = experts.shape
-        _check_size(op, tokens * slots)
-        plan = _plan_map(rt, key, RowMapSpec("index", tokens, slots, experts.dtype, None))
-    out = rt.empty((experts.shape[0] * experts.shape[1],), dtypes.int32)
-    rt.backend.row_map(rt, plan, experts, None, out, rows)
+    _check.matrix(op, "experts", experts)
+    _check.one_of(op, "dtype of experts", experts.dtype, (dtypes.int32,))
+    _check.on_device(op, rt.device, experts)
+    tokens, slots = experts.shape
+    _check_size(op, tokens * slots)
+    out = rt.empty((tokens * slots,), dtypes.int32)
+    rt.backend.row_map(rt, RowMapSpec("index", tokens, slots, experts.dtype, None), experts, None, out, rows)
     return out
 
 
@@ -122,18 +114,16 @@ def chunk_row_map(rt: Runtime, sizes: Tensor, order: Tensor, *, rows: int) -> Te
     Rows behind the last chunk stay where they are.
     """
     op = "chunk_row_map"
-    key = (op, rows, *_check.seen(sizes, order))
-    plan = rt.plans.get(key)
-    if plan is None:
-        for name, t in (("sizes", sizes), ("order", order)):
-            _check.require(t.ndim == 1, op, f"{name} = {t!r}", "a vector, one entry a chunk", f"flatten {name}")
-            _check.vector(op, name, t, sizes.shape[0], _INTEGERS)
-        _check.on_device(op, rt.device, sizes, order)
-        _check_size(op, rows)
-        _check_count(op, "chunks", sizes.shape[0], MAX_CHUNKS)
-        plan = _plan_map(rt, key, RowMapSpec("chunks", rows, sizes.shape[0], sizes.dtype, order.dtype))
+    for name, t in (("sizes", sizes), ("order", order)):
+        _check.require(t.ndim == 1, op, f"{name} = {t!r}", "a vector, one entry a chunk", f"flatten {name}")
+        _check.vector(op, name, t, sizes.shape[0], _INTEGERS)
+    _check.on_device(op, rt.device, sizes, order)
+    _check_size(op, rows)
+    _check_count(op, "chunks", sizes.shape[0], MAX_CHUNKS)
     out = rt.empty((rows,), dtypes.int32)
-    rt.backend.row_map(rt, plan, sizes, order, out, rows)
+    rt.backend.row_map(
+        rt, RowMapSpec("chunks", rows, sizes.shape[0], sizes.dtype, order.dtype), sizes, order, out, rows
+    )
     return out
 
 
@@ -159,17 +149,12 @@ def permute(
     """
     op = "permute"
     operands = Operands(x, row_map, probs, pad_offsets, starts if fill else None)
-    key = (op, rows, fill, x.ptr & 15, *_check.seen(*operands))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.matrix(op, "x", x)
-        _check.require(rows >= 0, op, f"rows={rows}", "the rows of the result", "correct rows")
-        mode = "copy" if probs is None else "gated"
-        spec = _spec(rt, op, operands, x.shape[0], rows, mode, fill=fill)
-        plan = rt.plans.put(key, rt.backend.plan_permute(rt, spec))
+    _check.matrix(op, "x", x)
+    _check.require(rows >= 0, op, f"rows={rows}", "the rows of the result", "correct rows")
+    spec = _spec(rt, op, operands, x.shape[0], rows, "copy" if probs is None else "gated", fill=fill)
     out = rt.empty((rows, x.shape[1]), x.dtype)
     row_probs = None if probs is None else rt.empty((rows,), probs.dtype)
-    rt.backend.permute(rt, plan, operands, out, row_probs)
+    rt.backend.permute(rt, spec, operands, out, row_probs)
     return out, row_probs
 
 
@@ -192,23 +177,19 @@ def unpermute(
     """
     op = "unpermute"
     operands = Operands(x, row_map, weights if gates is None else gates, pad_offsets)
-    key = (op, tokens, x.ptr & 15, gates is None, *_check.seen(*operands, row_probs))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.matrix(op, "x", x)
-        _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-        _check.require(weights is None or gates is None, op, "weights and gates", "one of them", "leave out the other")
-        mode = "sum" if weights is gates else "weighted" if gates is None else "gated"
-        spec = _spec(rt, op, operands, tokens, x.shape[0], mode)
-        if row_probs is not None:
-            kinds = () if gates is None else (gates.dtype,)
-            _check.require(gates is not None, op, "row_probs alone", "row_probs with gates", "pass gates, too")
-            _check.vector(op, "row_probs", row_probs, x.shape[0], kinds)
-            _check.on_device(op, rt.device, row_probs)
-        plan = rt.plans.put(key, rt.backend.plan_unpermute(rt, spec))
+    _check.matrix(op, "x", x)
+    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    _check.require(weights is None or gates is None, op, "weights and gates", "one of them", "leave out the other")
+    mode = "sum" if weights is gates else "weighted" if gates is None else "gated"
+    spec, probs = _spec(rt, op, operands, tokens, x.shape[0], mode), None
+    if row_probs is not None:
+        _check.require(gates is not None, op, "row_probs alone", "row_probs with gates", "pass gates, too")
+        assert gates is not None
+        _check.vector(op, "row_probs", row_probs, x.shape[0], (gates.dtype,))
+        _check.on_device(op, rt.device, row_probs)
+        probs = rt.empty(gates.shape, gates.dtype)
     out = rt.empty((tokens, x.shape[1]), x.dtype)
-    probs = None if row_probs is None or gates is None else rt.empty(gates.shape, gates.dtype)
-    rt.backend.unpermute(rt, plan, operands, row_probs, out, probs)
+    rt.backend.unpermute(rt, spec, operands, row_probs, out, probs)
     return out, probs
 
 
@@ -218,28 +199,17 @@ def unpermute_backward(
     """(dx, the gradient of the weights in their dtype) of `unpermute` with weights."""
     op = "unpermute_backward"
     operands = Operands(x, row_map, weights, pad_offsets)
-    key = (op, (x.ptr | dy.ptr) & 15, *_check.seen(dy, *operands))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.matrix(op, "x", x)
-        _check.matrix(op, "dy", dy)
-        _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-        _check.require(
-            dy.shape[1] == x.shape[1] and dy.dtype is x.dtype, op, f"dy = {dy!r}", f"rows as of {x!r}", "correct dy"
-        )
-        _check.on_device(op, rt.device, dy)
-        spec = _spec(rt, op, operands, dy.shape[0], x.shape[0], "weighted", fill=True, address=dy.ptr)
-        plan = rt.plans.put(key, rt.backend.plan_unpermute_backward(rt, spec))
+    _check.matrix(op, "x", x)
+    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    _check.sized(op, "dy", dy, (*dy.shape[:1], x.shape[1]), (x.dtype,))
+    _check.on_device(op, rt.device, dy)
+    spec = _spec(rt, op, operands, dy.shape[0], x.shape[0], "weighted", fill=True, address=dy.ptr)
     dx, d_weights = rt.empty(x.shape, x.dtype), rt.empty(weights.shape, weights.dtype)
-    rt.backend.unpermute_backward(rt, plan, dy, operands, dx, d_weights)
+    rt.backend.unpermute_backward(rt, spec, dy, operands, dx, d_weights)
     return dx, d_weights
 
 
 # -------------------------------------------------------------------------------------------------- checks
-
-
-def _plan_map(rt: Runtime, key: tuple[Any, ...], spec: RowMapSpec) -> Any:
-    return rt.plans.put(key, rt.backend.plan_row_map(rt, spec))
 
 
 def _spec(
@@ -259,15 +229,7 @@ def _spec(
     )
     if probs is not None:
         _check.require(masked or mode == "weighted", op, "gates with an index map", "a mask's map", "use weights")
-        _check.matrix(op, "the probabilities", probs)
-        _check.one_of(op, "dtype of the probabilities", probs.dtype, ACTIVATION_DTYPES)
-        _check.require(
-            probs.shape == (tokens, choices),
-            op,
-            f"probabilities {probs!r}",
-            f"[{tokens}, {choices}], one for each token and {'expert' if masked else 'slot'} of the map",
-            "correct them",
-        )
+        _check.sized(op, "the probabilities", probs, (tokens, choices), ACTIVATION_DTYPES)
     if pad_offsets is not None:
         _check.require(masked, op, "pad_offsets with an index map", "a mask's map", "leave pad_offsets out")
         _check.vector(op, "pad_offsets", pad_offsets, choices, (dtypes.int64,))
@@ -276,11 +238,8 @@ def _spec(
         _check.vector(op, "starts", starts, choices + 1, (dtypes.int32,))
     _check.on_device(op, rt.device, x, row_map, probs, pad_offsets, starts)
     _check_size(op, rows)
-    kind = None if probs is None else probs.dtype
-    aligned = (x.ptr | address) & 15
-    return PermuteSpec(
-        tokens, rows, x.shape[1], x.dtype, masked, choices, mode, kind, aligned, fill, starts is not None
-    )
+    sizes, aligned = (tokens, rows, x.shape[1]), (x.ptr | address) & 15
+    return PermuteSpec(*sizes, x.dtype, masked, choices, mode, _check.dtype(probs), aligned, fill, starts is not None)
 
 
 def _check_size(op: str, entries: int) -> None:

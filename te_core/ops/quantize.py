@@ -10,46 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check, quantize_nvfp4
-from te_core.quantized import ONE_BLOCK, PAD, Cast, CastKey, Copy, QuantizedTensor, padded, pieces_of
+from te_core.quantized import ONE_BLOCK, PAD, Cast, CastKey, Copy, Format, QuantizedTensor, padded, pieces_of
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
-
-class Functions(NamedTuple):
-    """What a backend calls the functions of a scaling."""
-
-    plan: str
-    quantize: str
-    dequantize: str
-
-
-def _functions(suffix: str) -> Functions:
-    return Functions(f"plan_quantize{suffix}", f"quantize{suffix}", f"dequantize{suffix}")
-
-
-#: By scaling.
-FUNCTIONS = {"tensor": _functions(""), **{name: _functions(f"_{name}") for name in ("block", "mxfp8", "nvfp4")}}
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizeSpec:
-    """All that the plan of a quantization depends on besides addresses."""
-
-    shape: tuple[int, ...]  # of groups: (0, width), they have any number of rows
-    dtype: DType
-    cast: CastKey
-    sum: DType | None  # of the column sums, if they are wanted
+#: How a cast's values are scaled, by the names of formats.
+SCALINGS = ("tensor", "block", "mxfp8", "nvfp4")
 
 
 def key_of(cast: Cast | None) -> CastKey | None:
     """The key of a cast that may be missing."""
     return None if cast is None else cast.key
+
+
+def _named(what: str, form: Format) -> str:
+    """What a backend calls an operation on this format."""
+    return what if form.scaling == "tensor" else what + "_" + form.scaling
 
 
 def allocate(rt: Runtime, shape: tuple[int, int], cast: Cast) -> QuantizedTensor:
@@ -97,55 +79,31 @@ def _allocate_blocks(rt: Runtime, shape: tuple[int, int], cast: Cast) -> Quantiz
 def check_cast(operation: str, device: Device, cast: Cast) -> None:
     """A cast names a narrow type and at least one orientation; its tensors, which `Cast` has checked, lie here."""
     form, place = cast.format, cast.key.device
-    _check.require(
-        place is None or place is device,
-        operation,
-        f"a cast whose tensors lie on {place} in a call on {device}",
-        "tensors of one device, the runtime's",
-        "move them to the runtime's device",
-    )
+    if place is not None and place is not device:
+        got, do = f"a cast whose tensors lie on {place} in a call on {device}", "move them to the runtime's device"
+        raise ArgumentError(operation, got, "tensors of one device, the runtime's", do)
     narrow = form.dtype is dtypes.float4_e2m1 if form.scaling == "nvfp4" else form.dtype.is_fp8
-    _check.require(
-        form.scaling in FUNCTIONS and narrow,
-        operation,
-        f"cast to {form}",
-        "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)",
-        "choose an FP8 or FP4 format",
-    )
-    _check.require(
-        cast.rowwise or cast.columnwise,
-        operation,
-        "a cast to neither orientation",
-        "rowwise, columnwise or both",
-        "ask for an orientation",
-    )
-    _check.require(
-        cast.rng is not None or not cast.stochastic,
-        operation,
-        "stochastic rounding without rng",
-        "rng, an int64 tensor (seed, offset)",
-        "pass rng=",
-    )
-    _check.require(
-        form.scaling == "tensor" or (cast.scale is None and cast.amax is None),
-        operation,
-        f"a given scale with {form}",
-        "a given scale and amax with per-tensor formats only",
-        "leave scale and amax out",
-    )
-    _check.require(
-        form.scaling == "nvfp4" or not (cast.transform or cast.stochastic or cast.four_over_six),
-        operation,
-        f"transform, stochastic or four_over_six with {form}",
-        "these with nvfp4 only",
-        "leave them out",
-    )
+    if form.scaling not in SCALINGS or not narrow:
+        allowed = "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)"
+        raise ArgumentError(operation, f"cast to {form}", allowed, "choose an FP8 or FP4 format")
+    if not cast.rowwise and not cast.columnwise:
+        allowed = "rowwise, columnwise or both"
+        raise ArgumentError(operation, "a cast to neither orientation", allowed, "ask for an orientation")
+    if cast.stochastic and cast.rng is None:
+        allowed = "rng, an int64 tensor (seed, offset)"
+        raise ArgumentError(operation, "stochastic rounding without rng", allowed, "pass rng=")
+    if form.scaling != "tensor" and (cast.scale is not None or cast.amax is not None):
+        allowed = "a given scale and amax with per-tensor formats only"
+        raise ArgumentError(operation, f"a given scale with {form}", allowed, "leave scale and amax out")
+    if form.scaling != "nvfp4" and (cast.transform or cast.stochastic or cast.four_over_six):
+        got = f"transform, stochastic or four_over_six with {form}"
+        raise ArgumentError(operation, got, "these with nvfp4 only", "leave them out")
     if form.scaling == "nvfp4":
         quantize_nvfp4.check(operation, cast)
 
 
 def check_out(operation: str, device: Device, out: QuantizedTensor, x: Tensor, cast: Cast) -> None:
-    """`out` has room for x by this cast. In every call: plans do not know it."""
+    """`out` has room for x by this cast."""
     held = (out.rowwise is not None, out.columnwise is not None)
     if out.format is not cast.format or tuple(out.shape) != tuple(x.shape) or held != (cast.rowwise, cast.columnwise):
         got = f"out = {out!r} for {x!r} and a cast to {cast.format}, rowwise={cast.rowwise}, columnwise="
@@ -162,25 +120,19 @@ def quantize(
     column_sum [K], if given, is set to the column sums of x itself (not of its quantized values), added in
     float32: the bias gradient, when x is an output gradient.
     """
-    key = ("quantize", cast.key, _check.facts(x), column_sum and _check.facts(column_sum))
-    plan = rt.plans.get(key)
-    functions = FUNCTIONS[cast.format.scaling]
-    if plan is None:
-        op = "quantize"
-        _check.matrix(op, "x", x)
-        _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-        _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
-        check_cast(op, rt.device, cast)
-        _check.on_device(op, rt.device, x, column_sum)
-        spec = QuantizeSpec(x.shape, x.dtype, cast.key, _check.dtype(column_sum))
-        plan = rt.plans.put(key, getattr(rt.backend, functions.plan)(rt, spec))
-    _check.written("quantize", "column_sum", column_sum)
+    op = "quantize"
+    _check.matrix(op, "x", x)
+    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
+    check_cast(op, rt.device, cast)
+    _check.on_device(op, rt.device, x, column_sum)
+    _check.written(op, "column_sum", column_sum)
     if out is None:
         out = allocate(rt, x.shape, cast)  # type: ignore[arg-type]
     else:
-        check_out("quantize", rt.device, out, x, cast)
+        check_out(op, rt.device, out, x, cast)
         out.rowwise_swizzled = out.columnwise_swizzled = None
-    getattr(rt.backend, functions.quantize)(rt, plan, x, cast, out, column_sum)
+    getattr(rt.backend, _named("quantize", cast.format))(rt, x, cast, out, column_sum)
     if cast.nonfinite is not None:
         count_nonfinite(rt, x, cast.nonfinite)
     return out
@@ -203,7 +155,7 @@ def dequantize(rt: Runtime, q: QuantizedTensor, dtype: DType, *, columnwise: boo
     _check.stored("dequantize", rt.device, "q", q)
     m, k = q.shape
     out = rt.empty((padded(m) if columnwise and q.format.scaling == "nvfp4" else m, k), dtype)
-    getattr(rt.backend, FUNCTIONS[q.format.scaling].dequantize)(rt, q, out, columnwise)
+    getattr(rt.backend, _named("dequantize", q.format))(rt, q, out, columnwise)
     return out
 
 
@@ -220,10 +172,9 @@ def transpose(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     _check.matrix("transpose", "x", x)
     _check.one_of("transpose", "element size of x", x.dtype.bits, (8, 16, 32))
     _check.on_device("transpose", rt.device, x)
+    _check.result("transpose", rt.device, "out", out, x.shape[::-1], (x.dtype,))
     if out is None:
         out = rt.empty((x.shape[1], x.shape[0]), x.dtype)
-    else:
-        _check.result("transpose", rt.device, "out", out, (x.shape[1], x.shape[0]), (x.dtype,))
     rt.backend.transpose(rt, x, out)
     return out
 
@@ -236,10 +187,9 @@ def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None, column_sum: Tenso
     _check.dense("amax", "x", x)
     _check.one_of("amax", "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.on_device("amax", rt.device, x, column_sum)
+    _check.result("amax", rt.device, "out", out, (1,), (dtypes.float32,))
     if out is None:
         out = rt.empty((1,), dtypes.float32)
-    else:
-        _check.result("amax", rt.device, "out", out, (1,), (dtypes.float32,))
     if column_sum is not None:
         _check.matrix("amax", "x", x)
         _check.vector("amax", "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
@@ -256,10 +206,9 @@ def amax_many(rt: Runtime, tensors: Sequence[Tensor], *, out: Tensor | None = No
         if t.dtype is not tensors[0].dtype or t.device is not rt.device:
             allowed = f"tensors of one type on {rt.device}"
             raise ArgumentError(op, f"{t!r} beside {tensors[0]!r}", allowed, "call it for each sort")
+    _check.result(op, rt.device, "out", out, (n,), (dtypes.float32,))
     if out is None:
         out = rt.empty((n,), dtypes.float32)
-    else:
-        _check.result(op, rt.device, "out", out, (n,), (dtypes.float32,))
     if n:
         _check.one_of(op, "dtype of the tensors", tensors[0].dtype, ACTIVATION_DTYPES)
         rt.backend.amax_many(rt, tensors, out)

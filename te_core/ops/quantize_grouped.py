@@ -8,14 +8,15 @@ sums). mxfp8 and nvfp4 take a launch for each matrix: where their products run n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
-from te_core.ops.quantize import QuantizeSpec, allocate, check_cast, check_out, count_nonfinite, quantize
-from te_core.quantized import ONE_BLOCK, Cast, Copy, Format, QuantizedTensor, check_room, pieces_of, up
+from te_core.ops.quantize import allocate, check_cast, check_out, count_nonfinite, quantize
+from te_core.quantized import ONE_BLOCK, Cast, CastKey, Copy, Format, QuantizedTensor, check_room, pieces_of, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -23,6 +24,16 @@ from te_core.tensor import Tensor
 ALIGNMENT = 256
 #: Scalings that a backend quantizes together.
 _TOGETHER = ("tensor", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSpec:
+    """All that the launches depend on besides how many matrices there are, their rows and addresses."""
+
+    width: int
+    dtype: DType
+    cast: CastKey
+    sum: DType | None  # of the column sums, if they are wanted
 
 
 def bounds_of(splits: Sequence[int]) -> list[tuple[int, int]]:
@@ -92,14 +103,10 @@ def _quantize_all(
         return
     _check_alike(op, rt, parts, casts, column_sums)
     sum_dtype = None if column_sums is None else column_sums[0].dtype
-    key = ("quantize_grouped", x.shape[1], x.dtype, first.key, sum_dtype)
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-        check_cast(op, rt.device, first)
-        spec = QuantizeSpec((0, x.shape[1]), x.dtype, first.key, sum_dtype)
-        plan = rt.plans.put(key, rt.backend.plan_quantize_grouped(rt, spec))
-    rt.backend.quantize_grouped(rt, plan, parts, casts, outs, column_sums)
+    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    check_cast(op, rt.device, first)
+    spec = GroupedSpec(x.shape[1], x.dtype, first.key, sum_dtype)
+    rt.backend.quantize_grouped(rt, spec, parts, casts, outs, column_sums)
     for part, cast in zip(parts, casts, strict=True):
         if cast.nonfinite is not None:
             count_nonfinite(rt, part, cast.nonfinite)
@@ -108,7 +115,7 @@ def _quantize_all(
 def _check_alike(
     op: str, rt: Runtime, parts: Sequence[Tensor], casts: Sequence[Cast], column_sums: Sequence[Tensor] | None
 ) -> None:
-    """What one launch takes for granted of all matrices. In every call: the plan does not know them."""
+    """What one launch takes for granted of all matrices."""
     x, first = parts[0], casts[0]
     _check.on_device(op, rt.device, x, *(column_sums or ()))
     for part in parts:

@@ -35,6 +35,7 @@ An amax epsilon and powers of two play no part in this format.
 
 from __future__ import annotations
 
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.quantized import Cast
 
@@ -42,27 +43,13 @@ from te_core.quantized import Cast
 def check(operation: str, cast: Cast) -> None:
     """Of the options of this format, some exclude each other."""
     form = cast.format
-    _check.require(
-        cast.four_over_six in (None, "MAE", "MSE"),
-        operation,
-        f"four_over_six={cast.four_over_six!r}",
-        "None, 'MAE' or 'MSE'",
-        "choose an allowed four_over_six",
-    )
-    _check.require(
-        form.bound in (448, 256), operation, f"a format of bound {form.bound}", "448 or 256", "choose an allowed bound"
-    )
-    _check.require(
-        not (cast.four_over_six and (cast.transform or cast.stochastic)),
-        operation,
-        "four_over_six with transform or stochastic",
-        "four_over_six with rounding to nearest, untransformed",
-        "leave one of them out",
-    )
-    _check.require(
-        not (form.row_scaled and (cast.transform or cast.stochastic or form.tiled)),
-        operation,
-        f"{form} with transform={cast.transform}, stochastic={cast.stochastic}",
-        "an amax for each row with 1x16 blocks, rounded to nearest, untransformed",
-        "leave one of them out",
-    )
+    _check.one_of(operation, "four_over_six", cast.four_over_six, (None, "MAE", "MSE"))
+    _check.one_of(operation, "bound", form.bound, (448, 256))
+    do = "leave one of them out"
+    if cast.four_over_six and (cast.transform or cast.stochastic):
+        allowed = "four_over_six with rounding to nearest, untransformed"
+        raise ArgumentError(operation, "four_over_six with transform or stochastic", allowed, do)
+    if form.row_scaled and (cast.transform or cast.stochastic or form.tiled):
+        got = f"{form} with transform={cast.transform}, stochastic={cast.stochastic}"
+        allowed = "an amax for each row with 1x16 blocks, rounded to nearest, untransformed"
+        raise ArgumentError(operation, got, allowed, do)

@@ -20,6 +20,7 @@ from math import prod
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -42,7 +43,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RopeOpSpec:
-    """All that a plan of `rope` depends on."""
+    """All that the launch of `rope` depends on besides addresses."""
 
     turn: Turn
     shape: tuple[int, ...]
@@ -64,7 +65,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class RopeQkvOpSpec:
-    """All that a plan of `rope_qkv` depends on."""
+    """All that the launch of `rope_qkv` and of its backward depends on besides addresses."""
 
     turn: Turn
     split: Split
@@ -90,38 +91,25 @@ def rope(
     out: Tensor | None = None,
 ) -> Tensor:
     """The heads t [s, b, h, d], [b, s, h, d] or [t, h, d] turned, dense; t may be strided, its channels may not."""
-    off, seen = _check.off(t, out), _check.seen(t, freqs, cu_seqlens, start_positions, out)
-    key = ("rope", fmt, interleaved, cp_size, cp_rank, backward, off, seen)
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "rope"
-        _check.one_of(op, "fmt", fmt, tuple(FORMATS))
-        _check.one_of(op, "dtype of t", t.dtype, ACTIVATION_DTYPES)
-        _check.require(
-            t.ndim == len(fmt) and (t.strides is None or t.strides[-1] == 1 or t.shape[-1] == 1),
-            op,
-            f"t = {t!r}",
-            f"{fmt} with neighbouring channels side by side",
-            "correct fmt or t",
-        )
-        _check_table(op, "freqs", freqs, t.shape[-1])
-        turn = Turn(fmt, interleaved, cp_size, cp_rank, backward, _count(cu_seqlens))
-        _check_positions(op, t.shape, freqs, turn, cu_seqlens, start_positions)
-        if out is not None:
-            _check.require(
-                tuple(out.shape) == tuple(t.shape) and out.dtype is t.dtype and out.is_contiguous,
-                op,
-                f"out = {out!r}",
-                f"a dense {t.dtype} tensor of shape {tuple(t.shape)}",
-                "correct out",
-            )
-        _check.on_device(op, rt.device, t, freqs, cu_seqlens, start_positions, out)
-        spec = RopeOpSpec(turn, t.shape, t.strides, t.dtype, freqs.shape, off)
-        plan = rt.plans.put(key, rt.backend.plan_rope(rt, spec))
-    _check.written("rope", "out", out)
+    op = "rope"
+    _check.one_of(op, "fmt", fmt, tuple(FORMATS))
+    _check.one_of(op, "dtype of t", t.dtype, ACTIVATION_DTYPES)
+    _check.require(
+        t.ndim == len(fmt) and (t.strides is None or t.strides[-1] == 1 or t.shape[-1] == 1),
+        op,
+        f"t = {t!r}",
+        f"{fmt} with neighbouring channels side by side",
+        "correct fmt or t",
+    )
+    _check_table(op, "freqs", freqs, t.shape[-1])
+    turn = Turn(fmt, interleaved, cp_size, cp_rank, backward, _count(cu_seqlens))
+    _check_positions(op, t.shape, freqs, turn, cu_seqlens, start_positions)
+    _check.result(op, rt.device, "out", out, t.shape, (t.dtype,))
+    _check.on_device(op, rt.device, t, freqs, cu_seqlens, start_positions)
+    spec = RopeOpSpec(turn, t.shape, t.strides, t.dtype, freqs.shape, _check.off(t, out))
     if out is None:
         out = rt.empty(t.shape, t.dtype)
-    rt.backend.rope(rt, plan, t, freqs, cu_seqlens, start_positions, out)
+    rt.backend.rope(rt, spec, t, freqs, cu_seqlens, start_positions, out)
     return out
 
 
@@ -147,32 +135,26 @@ def rope_qkv(
     The row is [q heads of the group, k, v] for each group if `interleaved_groups`, else all q, all k, all v; it may be
     several dimensions. q or k is turned if it has freqs; v is copied. With heads=0 there is no q (None).
     """
+    op = "rope_qkv"
     lead = qkv.shape[: len(fmt) - 2]
-    seen = _check.seen(qkv, q_freqs, k_freqs, cu_seqlens, start_positions)
-    rule = (heads, groups, tuple(head_dims), interleaved_groups, fmt, interleaved, cp_size, cp_rank)
-    key = ("rope_qkv", rule, seen, qkv.ptr & 15)
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "rope_qkv"
-        split = Split(heads, groups, head_dims, interleaved_groups)
-        turn = Turn(fmt, interleaved, cp_size, cp_rank, False, _count(cu_seqlens))
-        _check_split(op, lead, qkv.dtype, split, turn, (q_freqs, k_freqs), cu_seqlens, start_positions)
-        width = packed_width(heads, groups, head_dims)
-        _check.require(
-            qkv.is_contiguous and qkv.ndim > len(lead) and qkv.size == prod(lead) * width,
-            op,
-            f"qkv = {qkv!r}",
-            f"dense, {len(lead)} token dimensions, then {width} channels",
-            "correct qkv or the numbers of heads",
-        )
-        _check.on_device(op, rt.device, qkv, q_freqs, k_freqs, cu_seqlens, start_positions)
-        tables = (_check.shape(q_freqs), _check.shape(k_freqs))
-        spec = RopeQkvOpSpec(turn, split, lead, qkv.dtype, *tables, qkv.ptr & 15)
-        plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, spec))
+    split = Split(heads, groups, head_dims, interleaved_groups)
+    turn = Turn(fmt, interleaved, cp_size, cp_rank, False, _count(cu_seqlens))
+    tables = q_freqs, k_freqs
+    _check_split(op, lead, qkv.dtype, split, turn, tables, cu_seqlens, start_positions)
+    width = packed_width(heads, groups, head_dims)
+    _check.require(
+        qkv.is_contiguous and qkv.ndim > len(lead) and qkv.size == prod(lead) * width,
+        op,
+        f"qkv = {qkv!r}",
+        f"dense, {len(lead)} token dimensions, then {width} channels",
+        "correct qkv or the numbers of heads",
+    )
+    _check.on_device(op, rt.device, qkv, *tables, cu_seqlens, start_positions)
+    spec = RopeQkvOpSpec(turn, split, lead, qkv.dtype, _check.shape(q_freqs), _check.shape(k_freqs), _check.off(qkv))
     q = rt.empty((*lead, heads, head_dims[0]), qkv.dtype) if heads else None
     k = rt.empty((*lead, groups, head_dims[1]), qkv.dtype)
     v = rt.empty((*lead, groups, head_dims[2]), qkv.dtype)
-    rt.backend.rope_qkv(rt, plan, qkv, (q, k, v), (q_freqs, k_freqs), cu_seqlens, start_positions)
+    rt.backend.rope_qkv(rt, spec, qkv, (q, k, v), tables, cu_seqlens, start_positions)
     return q, k, v
 
 
@@ -196,37 +178,21 @@ def rope_qkv_backward(
     cp_rank: int = 0,
 ) -> Tensor:
     """The gradient of `rope_qkv`'s packed input, [token dimensions, channels]."""
+    op = "rope_qkv_backward"
     lead = dk.shape[: len(fmt) - 2]
-    off = _check.off(dq, dk, dv)
-    seen = _check.seen(dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
-    rule = (heads, groups, tuple(head_dims), interleaved_groups, fmt, interleaved, cp_size, cp_rank)
-    key = ("rope_qkv_backward", rule, seen, off)
-    plan = rt.plans.get(key)
-    width = packed_width(heads, groups, head_dims)
-    if plan is None:
-        op = "rope_qkv_backward"
-        split = Split(heads, groups, head_dims, interleaved_groups)
-        turn = Turn(fmt, interleaved, cp_size, cp_rank, True, _count(cu_seqlens))
-        _check_split(op, lead, dk.dtype, split, turn, (q_freqs, k_freqs), cu_seqlens, start_positions)
-        for name, t, n, d in (
-            ("dq", dq, heads, head_dims[0]),
-            ("dk", dk, groups, head_dims[1]),
-            ("dv", dv, groups, head_dims[2]),
-        ):
-            right = t is None if n == 0 else t is not None and tuple(t.shape) == (*lead, n, d)
-            _check.require(
-                right and (t is None or (t.is_contiguous and t.dtype is dk.dtype)),
-                op,
-                f"{name} = {t!r}",
-                f"{dk.dtype}, dense, of shape {(*lead, n, d)} (None for no heads)",
-                f"correct {name}",
-            )
-        _check.on_device(op, rt.device, dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
-        tables = (_check.shape(q_freqs), _check.shape(k_freqs))
-        spec = RopeQkvOpSpec(turn, split, lead, dk.dtype, *tables, off)
-        plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, spec))
-    dqkv = rt.empty((*lead, width), dk.dtype)
-    rt.backend.rope_qkv(rt, plan, dqkv, (dq, dk, dv), (q_freqs, k_freqs), cu_seqlens, start_positions)
+    split = Split(heads, groups, head_dims, interleaved_groups)
+    turn = Turn(fmt, interleaved, cp_size, cp_rank, True, _count(cu_seqlens))
+    tables, parts = (q_freqs, k_freqs), (dq, dk, dv)
+    _check_split(op, lead, dk.dtype, split, turn, tables, cu_seqlens, start_positions)
+    for name, t, n, d in zip(("dq", "dk", "dv"), parts, (heads, groups, groups), head_dims, strict=True):
+        _check.require(n == 0 or t is not None, op, f"{name} = None", f"a gradient of {n} heads", f"pass {name}")
+        _check.require(n > 0 or t is None, op, f"{name} = {t!r}", "None for no heads", f"leave {name} out")
+        if t is not None:
+            _check.sized(op, name, t, (*lead, n, d), (dk.dtype,))
+    _check.on_device(op, rt.device, *parts, *tables, cu_seqlens, start_positions)
+    spec = RopeQkvOpSpec(turn, split, lead, dk.dtype, _check.shape(q_freqs), _check.shape(k_freqs), _check.off(*parts))
+    dqkv = rt.empty((*lead, packed_width(heads, groups, head_dims)), dk.dtype)
+    rt.backend.rope_qkv(rt, spec, dqkv, parts, tables, cu_seqlens, start_positions)
     return dqkv
 
 
@@ -305,18 +271,10 @@ def _check_positions(
         "correct them",
     )
     if batch is None:
-        _check.require(
-            cu_seqlens is not None
-            and cu_seqlens.dtype is dtypes.int32
-            and cu_seqlens.ndim == 1
-            and cu_seqlens.shape[0] >= 1
-            and cu_seqlens.is_contiguous,
-            op,
-            f"thd with cu_seqlens={cu_seqlens!r}",
-            "int32 [sequences + 1]",
-            "pass cu_seqlens",
-        )
-        assert cu_seqlens is not None
+        if cu_seqlens is None or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+            got = f"thd with cu_seqlens={cu_seqlens!r}"
+            raise ArgumentError(op, got, "int32 [sequences + 1]", "pass cu_seqlens")
+        _check.vector(op, "cu_seqlens", cu_seqlens, cu_seqlens.shape[0], (dtypes.int32,))
         sequences = cu_seqlens.shape[0] - 1
     else:
         _check.require(cu_seqlens is None, op, f"{fmt} with cu_seqlens", "cu_seqlens with thd only", "leave it out")

@@ -43,7 +43,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxOpSpec:
-    """All that the plan of a softmax depends on. Alignments: how far addresses are off the 16-byte grid."""
+    """All that the launch of a softmax depends on besides addresses; of these how far they are off the 16-byte grid."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -83,51 +83,30 @@ def softmax_forward(
     none. sink: float32 [h], for "off-by-one" zeros. `out` may be x.
     """
     op = "softmax_forward"
-    off = _check.off(x, out)
-    key = (op, band, off, _check.off(mask), _check.seen(x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_scores(op, "x", x, band)
-        b, h, sq, sk = x.shape
-        if mask is not None:
-            _check.require(
-                mask.ndim == 4
-                and mask.is_contiguous
-                and mask.dtype in (dtypes.bool_, dtypes.uint8)
-                and mask.shape[3] == sk
-                and all(m in (1, n) for m, n in zip(mask.shape, x.shape, strict=True)),
-                op,
-                f"mask = {mask!r}",
-                f"bool or uint8, dense, [{b} or 1, {h} or 1, {sq} or 1, {sk}]",
-                "correct mask",
-            )
-        _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
-        _check.vector(op, "sink", sink, h, (dtypes.float32,))
-        if out is not None:
-            _check.require(
-                tuple(out.shape) == tuple(x.shape) and out.dtype is x.dtype and out.is_contiguous,
-                op,
-                f"out = {out!r}",
-                "dense, like x",
-                "correct out",
-            )
-        _check.on_device(op, rt.device, x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out)
-        spec = SoftmaxOpSpec(
-            x.shape,
-            x.dtype,
-            band,
-            _check.shape(mask),
-            cu_seqlens_q is not None,
-            sink is not None,
-            off,
-            0 if mask is None else mask.ptr & 15,
+    _check_scores(op, "x", x, band)
+    b, h, sq, sk = x.shape
+    if mask is not None:
+        _check.require(
+            mask.ndim == 4
+            and mask.is_contiguous
+            and mask.dtype in (dtypes.bool_, dtypes.uint8)
+            and mask.shape[3] == sk
+            and all(m in (1, n) for m, n in zip(mask.shape, x.shape, strict=True)),
+            op,
+            f"mask = {mask!r}",
+            f"bool or uint8, dense, [{b} or 1, {h} or 1, {sq} or 1, {sk}]",
+            "correct mask",
         )
-        plan = rt.plans.put(key, rt.backend.plan_softmax_forward(rt, spec))
-    _check.written(op, "out", out)
+    _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
+    _check.vector(op, "sink", sink, h, (dtypes.float32,))
+    _check.result(op, rt.device, "out", out, x.shape, (x.dtype,))
+    _check.on_device(op, rt.device, x, mask, cu_seqlens_q, cu_seqlens_kv, sink)
+    padded, off = cu_seqlens_q is not None, _check.off(x, out)
+    spec = SoftmaxOpSpec(x.shape, x.dtype, band, _check.shape(mask), padded, sink is not None, off, _check.off(mask))
     if out is None:
         out = rt.empty(x.shape, x.dtype)
-    share = None if sink is None else rt.empty((x.shape[0], x.shape[2], x.shape[1]), dtypes.float32)
-    rt.backend.softmax_forward(rt, plan, x, mask, (cu_seqlens_q, cu_seqlens_kv), (sink, share), out, scale)
+    share = None if sink is None else rt.empty((b, sq, h), dtypes.float32)
+    rt.backend.softmax_forward(rt, spec, x, mask, (cu_seqlens_q, cu_seqlens_kv), (sink, share), out, scale)
     return out, share
 
 
@@ -147,34 +126,18 @@ def softmax_backward(
     dy and y are not read where the band and the lengths hide scores; a mask shows in y, whose zeros it made.
     """
     op = "softmax_backward"
-    key = (op, band, _check.off(dy, y), _check.seen(dy, y, share, cu_seqlens_q, cu_seqlens_kv))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_scores(op, "y", y, band)
-        b, h, sq, _ = y.shape
-        _check.require(
-            tuple(dy.shape) == tuple(y.shape) and dy.dtype is y.dtype and dy.is_contiguous,
-            op,
-            f"dy = {dy!r}",
-            "dense, like y",
-            "correct dy",
-        )
-        _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
-        _check.require(
-            share is None
-            or (tuple(share.shape) == (b, sq, h) and share.dtype is dtypes.float32 and share.is_contiguous),
-            op,
-            f"share = {share!r}",
-            f"float32 [{b}, {sq}, {h}], as forward returned it",
-            "pass forward's second result",
-        )
-        _check.on_device(op, rt.device, dy, y, share, cu_seqlens_q, cu_seqlens_kv)
-        alignment = (dy.ptr | y.ptr) & 15
-        spec = SoftmaxOpSpec(y.shape, y.dtype, band, None, cu_seqlens_q is not None, share is not None, alignment)
-        plan = rt.plans.put(key, rt.backend.plan_softmax_backward(rt, spec))
+    _check_scores(op, "y", y, band)
+    b, h, sq, _ = y.shape
+    _check.like(op, "dy", dy, y)
+    _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
+    if share is not None:
+        _check.sized(op, "share", share, (b, sq, h), (dtypes.float32,), "pass forward's second result")
+    _check.on_device(op, rt.device, dy, y, share, cu_seqlens_q, cu_seqlens_kv)
+    padded, off = cu_seqlens_q is not None, _check.off(dy, y)
+    spec = SoftmaxOpSpec(y.shape, y.dtype, band, None, padded, share is not None, off)
     dx = rt.empty(y.shape, y.dtype)
-    dsink = None if share is None else rt.empty((y.shape[1],), dtypes.float32)
-    rt.backend.softmax_backward(rt, plan, dy, y, (cu_seqlens_q, cu_seqlens_kv), (share, dsink), dx, scale)
+    dsink = None if share is None else rt.empty((h,), dtypes.float32)
+    rt.backend.softmax_backward(rt, spec, dy, y, (cu_seqlens_q, cu_seqlens_kv), (share, dsink), dx, scale)
     return dx, dsink
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from te_core import dtypes
 from te_core.ops import _check
 from te_core.quantized import QuantizedTensor
@@ -12,14 +10,6 @@ from te_core.tensor import Tensor
 
 #: cuBLASLt reads scales in tiles of so many rows and blocks; `te_core.quantized` rounds up to whole ones.
 TILE = (128, 4)
-
-
-@dataclass(frozen=True, slots=True)
-class SwizzleSpec:
-    """All that a plan depends on."""
-
-    shape: tuple[int, ...]
-    transposed: bool
 
 
 def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> Tensor:
@@ -31,27 +21,27 @@ def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> T
 
     transposed: `scale` is held as [C, R], as an mxfp8 columnwise copy holds it. The result then has that shape too.
     """
-    aligned = scale.device.kind != "cuda" or not scale.ptr & 15
-    key = ("swizzle_scales", *_check.facts(scale), transposed, aligned)
-    plan = rt.plans.get(key)
-    if plan is None:
-        op = "swizzle_scales"
-        _check.matrix(op, "scale", scale)
-        _check.on_device(op, rt.device, scale)
-        allowed = "scales at a multiple of 16 bytes"
-        _check.require(aligned, op, f"scale = {scale!r} at address {scale.ptr:#x}", allowed, "pass a copy")
-        _check.one_of(op, "dtype of scale", scale.dtype, (dtypes.uint8,))
-        rows, blocks = scale.shape[::-1] if transposed else scale.shape
-        _check.require(
-            rows % TILE[0] == 0 and blocks % TILE[1] == 0,
-            op,
-            f"scale = {scale!r}, transposed={transposed}",
-            f"whole tiles of {TILE[0]} rows and {TILE[1]} blocks",
-            "pass the whole padded scale of a copy",
-        )
-        plan = rt.plans.put(key, rt.backend.plan_swizzle_scales(rt, SwizzleSpec(scale.shape, transposed)))
+    op = "swizzle_scales"
+    _check.matrix(op, "scale", scale)
+    _check.on_device(op, rt.device, scale)
+    _check.require(
+        scale.device.kind != "cuda" or not scale.ptr & 15,
+        op,
+        f"scale = {scale!r} at address {scale.ptr:#x}",
+        "scales at a multiple of 16 bytes",
+        "pass a copy",
+    )
+    _check.one_of(op, "dtype of scale", scale.dtype, (dtypes.uint8,))
+    rows, blocks = scale.shape[::-1] if transposed else scale.shape
+    _check.require(
+        rows % TILE[0] == 0 and blocks % TILE[1] == 0,
+        op,
+        f"scale = {scale!r}, transposed={transposed}",
+        f"whole tiles of {TILE[0]} rows and {TILE[1]} blocks",
+        "pass the whole padded scale of a copy",
+    )
     out = rt.empty(scale.shape, scale.dtype)
-    rt.backend.swizzle_scales(rt, plan, scale, out)
+    rt.backend.swizzle_scales(rt, scale, out, transposed)
     return out
 
 

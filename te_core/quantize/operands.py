@@ -8,8 +8,8 @@ What backward needs is saved as one tensor (`saved`) and made an operand again (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from te_core import dtypes
 from te_core.dtypes import DType
@@ -70,20 +70,13 @@ def quantize_forward(
         if scales.forward_amax is not None:  # not in a recomputation, whose maxima were taken before
             _raise(rt, element(scales.forward_amax, FORWARD_SLOTS * gemm + slot), dense(rt, x, dtypes.float32))
         return Uses(x, x, None)
-    if is_plain_rule(rule) and type(x) is Tensor:  # the usual case
-        cast = forward_cast(rule, scales, gemm, slot, rowwise=rowwise, columnwise=columnwise)
-        q = ops.quantize(rt, x, cast)
-        return Uses(q, q, cast)
     if isinstance(x, QuantizedTensor):
         return _given(rt, x, rule, rowwise, columnwise, known=slot == WEIGHT)
 
-    def quantize(part: Operand, along_rows: bool, along_columns: bool) -> tuple[Value, Cast | None]:
-        if part.custom is not None:
-            return part.custom(rt, x, along_rows, along_columns), None
-        cast = forward_cast(part, scales, gemm, slot, rowwise=along_rows, columnwise=along_columns)
-        return ops.quantize(rt, x, cast), cast
+    def cast_of(part: Operand, along_rows: bool, along_columns: bool) -> Cast:
+        return forward_cast(part, scales, gemm, slot, rowwise=along_rows, columnwise=along_columns)
 
-    return _both(x, rule, rowwise, columnwise, quantize)
+    return _both(rt, x, rule, rowwise, columnwise, cast_of)
 
 
 def _raise(rt: Runtime, amax: Tensor, x: Tensor) -> None:
@@ -107,8 +100,12 @@ def quantize_gradient(
 ) -> Uses:
     """An output gradient in this precision; `column_sum` is set to the sums of its columns on the way."""
     scales, gemm = where
-    if type(dy) is Tensor and rule is not None and is_plain_rule(rule):
-        cast = backward_cast(rule, scales, gemm, rowwise=rowwise, columnwise=columnwise, rng=rng)
+
+    def cast_of(part: Operand, along_rows: bool, along_columns: bool) -> Cast:
+        return backward_cast(part, scales, gemm, rowwise=along_rows, columnwise=along_columns, rng=rng)
+
+    if isinstance(dy, Tensor) and rule is not None and is_plain_rule(rule):
+        cast = cast_of(rule, rowwise, columnwise)
         q = ops.quantize(rt, dy, cast, column_sum=column_sum)
         return Uses(q, q, cast)
     if column_sum is not None:
@@ -117,18 +114,25 @@ def quantize_gradient(
         return Uses(dy, dy, None)
     if isinstance(dy, QuantizedTensor):
         return _given(rt, dy, rule, rowwise, columnwise)
+    return _both(rt, dy, rule, rowwise, columnwise, cast_of)
+
+
+def _both(
+    rt: Runtime,
+    x: Tensor,
+    rule: Operand,
+    rowwise: bool,
+    columnwise: bool,
+    cast_of: Callable[[Operand, bool, bool], Cast],
+) -> Uses:
+    """Both uses of an operand that may have another rule for its columns."""
 
     def quantize(part: Operand, along_rows: bool, along_columns: bool) -> tuple[Value, Cast | None]:
         if part.custom is not None:
-            return part.custom(rt, dy, along_rows, along_columns), None
-        cast = backward_cast(part, scales, gemm, rowwise=along_rows, columnwise=along_columns, rng=rng)
-        return ops.quantize(rt, dy, cast), cast
+            return part.custom(rt, x, along_rows, along_columns), None
+        cast = cast_of(part, along_rows, along_columns)
+        return ops.quantize(rt, x, cast), cast
 
-    return _both(dy, rule, rowwise, columnwise, quantize)
-
-
-def _both(x: Tensor, rule: Operand, rowwise: bool, columnwise: bool, quantize: Any) -> Uses:
-    """Both uses of an operand that may have another rule for its columns."""
     if rule.columnwise is None:
         q, cast = quantize(rule, rowwise, columnwise)
         return Uses(q, q, cast)

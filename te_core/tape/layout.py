@@ -8,14 +8,13 @@ peak than the layer itself took.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from copy import copy
 from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.symbols import Patch, Way
-from te_core.tape.beside import Beside, Noticed, Waited
+from te_core.tape.beside import Beside, Noticed
 from te_core.tape.bound import Step
-from te_core.tape.tape import Drop, Slot, Take, Tape
+from te_core.tape.tape import Drop, Slot, Take
 
 #: Temporaries up to this many bytes may share the block, and the block has no more.
 _SMALL, _BLOCK = 1 << 18, 1 << 20
@@ -54,7 +53,7 @@ def laid_out(
     before = {i: (begins[i], end + 1 if i in kept else ends.get(i, end)) for i in begins}
     size = {i: slots[i].nbytes for i in (*before, *released)}
     given_up = {i: (0, uses[i][1] if i in uses else 0) for i in released}
-    places, block = _shared(lives, size, apart, _SMALL, _BLOCK)
+    places, block = _shared(lives, size, apart)
     if block:
         together = _together(lives, places, len(slots))
         limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
@@ -62,30 +61,6 @@ def laid_out(
             slots, steps = _moved(slots, steps, places, block)
             lives, size = together, {**size, len(slots) - 1: block}
     return Places(list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size))
-
-
-def in_one_block(tape: Tape) -> Tape:
-    """The same with all memory that is not the result's in one block, for a host that must know its size beforehand:
-    that of the slot `temporaries`, the last one. It is larger than the peak where lives do not fit one another. The
-    block has to be aligned as the recorded memory was."""
-    alignment = max((step.mask + 1 for step in tape.steps if isinstance(step, Take)), default=1)
-    steps = [copy(step) for step in tape.steps if not isinstance(step, (Take, Drop))]
-    kept = tape.kept
-    others = _other_streams(tape.slots, steps)
-    ways = {slot.way for slot in tape.slots}.union(*others.values()) - {()}
-    steps = [*(Waited(way, ()) for way in sorted(ways)), *steps]  # until the block is there
-    lives, uses = _lives(tape.slots, steps, kept)
-    for i in lives:
-        if tape.slots[i].way or i in others:  # no order of one stream says when another may have its place
-            lives[i] = 0, max(len(steps), lives[i][1])
-    size = {i: tape.slots[i].nbytes for i in lives}
-    places, block = _shared(lives, size, kept, None, None)
-    slots, steps = _moved(tape.slots, steps, places, block)
-    if places:
-        lives, size = _together(lives, places, len(slots) - 1), {**size, len(slots) - 1: block}
-    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in tape.released}
-    final = _with_memory(slots, steps, lives, kept, given_up, alignment)
-    return Tape(tape.what, slots, final, _peak(lives, size), tape.result, tape.keeps)
 
 
 def _lives(slots: Sequence[Slot], steps: Sequence[Step], kept: Collection[int]) -> tuple[Lives, Lives]:
@@ -159,14 +134,9 @@ def _peak(lives: Lives, size: dict[int, int]) -> int:
     return most
 
 
-def _shared(
-    lives: Lives, size: dict[int, int], kept: Collection[int], largest: int | None, limit: int | None
-) -> tuple[dict[int, int], int]:
-    """(where each temporary up to this size lies in a block up to this limit, the block's bytes).
-
-    None where fewer than two would share it, if there is a limit.
-    """
-    fitting = [i for i in lives if i not in kept and (largest is None or size[i] <= largest)]
+def _shared(lives: Lives, size: dict[int, int], kept: Collection[int]) -> tuple[dict[int, int], int]:
+    """(where each small temporary lies in a block, the block's bytes). None where fewer than two would share it."""
+    fitting = [i for i in lives if i not in kept and size[i] <= _SMALL]
     places: dict[int, int] = {}
     block = 0
     for i in sorted(fitting, key=lambda i: -size[i]):
@@ -181,10 +151,10 @@ def _shared(
             if begin - at >= nbytes:
                 break
             at = max(at, stop)
-        if limit is None or at + nbytes <= limit:
+        if at + nbytes <= _BLOCK:
             places[i] = at
             block = max(block, at + nbytes)
-    return (places, block) if len(places) > 1 or limit is None else ({}, 0)
+    return (places, block) if len(places) > 1 else ({}, 0)
 
 
 def _moved(

@@ -16,7 +16,6 @@ from typing import Any
 
 from te_core import dtypes, symbols
 from te_core.dtypes import DType
-from te_core.plan_cache import PlanCache
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.symbols import Patch, Way
@@ -64,6 +63,7 @@ class Recorder:
         self.steps: list[Step] = []
         self.begins: dict[int, int] = {}  # memory, by slot: the step before which the layer took it,
         self.ends: dict[int, int] = {}  # and that before which the layer let go of it; also of what it was given
+        self.plans: dict[int, Any] = {}  # that were asked for, by their ids
         self._scratch: dict[tuple[str, Way], int] = {}
 
     def _slot(self, kind: str, name: str, like: tuple[tuple[int, ...], DType, int], alignment: int, **more: Any) -> int:
@@ -180,27 +180,8 @@ def _without_memory(t: Tensor) -> Tensor:
     return Tensor(t.ptr, t.shape, t.dtype, t.device, None, t.strides)
 
 
-class _Plans:
-    """A cache of plans that notes which were asked for: steps point at constants that these keep."""
-
-    def __init__(self, plans: PlanCache) -> None:
-        self._plans, self.found = plans, {}  # type: ignore[var-annotated]
-
-    def get(self, key: Any) -> Any:
-        """The plan of this key, or None."""
-        plan = self._plans.get(key)
-        if plan is not None:
-            self.found[id(plan)] = plan
-        return plan
-
-    def put(self, key: Any, plan: Any) -> Any:
-        """Remember a new plan and return it."""
-        self.found[id(plan)] = plan
-        return self._plans.put(key, plan)
-
-
 class _Backend:
-    """A backend as a recording sees it: it plans on the real runtime; on the CPU, what would run becomes a step."""
+    """A backend as a recording sees it: on the CPU, what would run becomes a step."""
 
     def __init__(self, rt: Runtime, recorder: Recorder) -> None:
         self._rt, self._recorder = rt, recorder
@@ -210,11 +191,22 @@ class _Backend:
         if name in _REFUSED:
             raise NotRecordedError(f"{name} in a layer")
         found: Any = getattr(self._rt.backend, name)
-        if name.startswith("plan_"):
-            return lambda rt, *arguments: found(self._rt, *arguments)
-        if self._rt.device.kind == "cuda":
+        if name.startswith("plan_") or self._rt.device.kind == "cuda":
             return found
         return lambda rt, *arguments: self._recorder.add_call(found, arguments)
+
+
+class _Plans:
+    """The real runtime's plans. The tape keeps those that are found: steps point at constants that they hold."""
+
+    def __init__(self, rt: Runtime, found: dict[int, Any]) -> None:
+        self._rt, self._found = rt, found
+
+    def find(self, rt: Runtime, make: Any, asked: Any, *beside: Any, like: Any = None) -> Any:
+        """See `PlanCache.find`."""
+        plan = self._rt.plans.find(self._rt, make, asked, *beside, like=like)
+        self._found[id(plan)] = plan
+        return plan
 
 
 class RecordingRuntime(Runtime):
@@ -222,13 +214,13 @@ class RecordingRuntime(Runtime):
 
     __slots__ = ("real", "way", "whole")
 
-    def __init__(self, rt: Runtime, whole: Recorder, plans: _Plans, way: Way = ()) -> None:
+    def __init__(self, rt: Runtime, whole: Recorder, way: Way = ()) -> None:
         for name in ("device", "stream", "allocator", "joins", "alignment"):
             setattr(self, name, getattr(rt, name))
         self.real, self.whole, self.way = rt, whole, way
         self.recorder = Alongside(whole, way) if way else whole
         self.backend: Any = _Backend(rt, self.recorder)
-        self.plans: Any = plans
+        self.plans: Any = _Plans(rt, whole.plans)
         self._sides = {}
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
@@ -250,7 +242,7 @@ class RecordingRuntime(Runtime):
             real = self.real.side(name)
             if real is self.real:
                 return self
-            found = self._sides[name] = RecordingRuntime(real, self.whole, self.plans, (*self.way, name))
+            found = self._sides[name] = RecordingRuntime(real, self.whole, (*self.way, name))
         return found
 
     def wait(self, other: Runtime) -> None:
@@ -317,11 +309,11 @@ def record(
     given = tuple(
         _recorded(part, recorder, wholes) for part in exchanged((*arguments, *options.values()), symbolic, wholes)
     )
-    on = RecordingRuntime(rt, recorder, _Plans(rt.plans))
+    on = RecordingRuntime(rt, recorder)
     result = function(on, *given[: len(arguments)], **dict(zip(options, given[len(arguments) :], strict=True)))
     made = Result(result, inputs, wholes, recorder.slots)
     released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)
     interpreted = recorder.begins, recorder.ends
     promised = rt.alignment if rt.device.kind == "cuda" else 1  # the host reads any address
     places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, promised)
-    return Tape(what, *places, made, tuple(on.plans.found.values()))
+    return Tape(what, *places, made, tuple(recorder.plans.values()))

@@ -148,23 +148,12 @@ class Taped:
     def _key(
         self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]
     ) -> tuple[Any, ...]:
-        device = rt.device
-        parts: list[Any] = [self.number, device, rt.joins, rt.alignment, 0, autotuning()]
-        for value in arguments:
-            if value.__class__ is Tensor and value.device is device:
-                tensors.append(value)
-                parts += (value.shape, value.dtype, value.strides)
-            else:
-                parts.append(None if value is None else facts(value, tensors, wholes, device))
-        for name, value in options.items():
-            parts += (name, None if value is None else facts(value, tensors, wholes, device))
-        bits = parts[4] = ALIGNED
-        if device.kind == "cuda":
-            for t in tensors:
-                bits |= t.ptr
-        if bits & (ALIGNED - 1):  # what does not read the crooked ones is planned as if they were not there
-            parts[4] = tuple([(t.ptr | ALIGNED) & -(t.ptr | ALIGNED) for t in tensors])
-        return tuple(parts)
+        known = facts((*arguments, *options.values()), tensors, wholes, rt.device)
+        alignment: Any = ALIGNED
+        if rt.device.kind == "cuda" and any(t.ptr & (ALIGNED - 1) for t in tensors):
+            # What does not read the crooked ones is planned as if they were not there.
+            alignment = tuple([(t.ptr | ALIGNED) & -(t.ptr | ALIGNED) for t in tensors])
+        return self.number, rt.device, rt.joins, rt.alignment, alignment, autotuning(), tuple(options), known
 
     def _first(
         self, rt: Runtime, key: tuple[Any, ...], call: tuple[Any, dict[str, Any]], caller: int

@@ -143,6 +143,13 @@ def moved_back(out: torch.Tensor, orders: Orders) -> torch.Tensor:
     return moved
 
 
+def returned(out: torch.Tensor, largest: torch.Tensor | None, orders: Orders | None) -> Any:
+    """What an attention returns: the output where its queries were, and the largest logits if they were asked for."""
+    if orders is not None:
+        out = moved_back(out, orders)
+    return out if largest is None else (out, largest)
+
+
 def back_in_pairs(hidden: torch.Tensor, orders: Orders) -> torch.Tensor:
     """What is said of pairs [b|1, 1, sq, skv] of tokens in front, of the places where they were."""
     q, kv = orders

@@ -15,7 +15,7 @@ from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, fused, traced
 from te_torch.attention import fp8 as fp8_attention
-from te_torch.attention.compact import Orders, fronts, moved_back, orders_of, sums_of, to_front
+from te_torch.attention.compact import Orders, fronts, orders_of, returned, sums_of, to_front
 from te_torch.attention.inference import cut_off
 from te_torch.attention.inputs import (
     Given,
@@ -345,9 +345,6 @@ class DotProductAttention(BaseModule):
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
         return self._decide(Given(*inputs, *options[0]), now, (inputs, options))
 
-    def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
-        return outputs if len(outputs) > 1 else outputs[0]
-
     def _decide(self, given: Given, now: Now, plain: Any = None) -> Any:
         """What is computed, by whom, and its result. `plain`: what `_call` was given, for whom a plan is kept."""
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
@@ -394,7 +391,7 @@ class DotProductAttention(BaseModule):
             out, largest = plan.run(plan, inputs, functions=modifier)
         else:
             out, largest = plan.run(plan, inputs)
-        return _result(out, largest, orders)
+        return returned(out, largest, orders)
 
     def _key(self, given: Given, fp8: str) -> Key:
         grad = torch.is_grad_enabled()
@@ -537,10 +534,3 @@ def _with_bias(key: Key, given: Given) -> Key:
 def _orders(key: Key, given: Given, prepare: Preparation) -> Orders | None:
     """How tokens have to be moved, if lengths come from padding masks."""
     return orders_of(given.attention_mask, key.form, given.a) if prepare.lengths in ("mask", "masks") else None
-
-
-def _result(out: torch.Tensor, largest: torch.Tensor | None, orders: Orders | None) -> Any:
-    """What forward returns."""
-    if orders is not None:
-        out = moved_back(out, orders)
-    return out if largest is None else (out, largest)

@@ -1,7 +1,6 @@
 """What the environment variables of attention say now; te_core.env lists them.
 
-They are honoured at each call, so looking has to be cheap: `snapshot()` takes their raw values, and `switches()` makes
-sense of them once for each combination.
+They are honoured at each call: `settings()` is equal as long as none of them changes, which is cheap to see.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ _Raw = tuple[Any, ...]
 snapshot = env.watched(_READ)
 
 
-@lru_cache(maxsize=64)
 def switches(raw: _Raw) -> Switches:
     """What a snapshot says."""
     text = env.texts(_READ, raw)

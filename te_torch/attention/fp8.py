@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision, the_one
 from te_core.quantize.operands import dense
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales, backward_cast, forward_cast
-from te_core.quantized import Cast
+from te_core.quantized import Cast, QuantizedTensor
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe, resolve
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
@@ -33,9 +34,7 @@ from te_torch.carried import Carried, apart
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_core, to_core_shape, to_torch
-from te_torch.state import ScalingState
-from te_torch.updates import ran_backward, this_pass
+from te_torch.runtime import TO_CORE, constant_at_trace, to_core, to_core_shape, to_torch
 
 SLOTS = Slots(
     3,
@@ -151,17 +150,21 @@ def run(module: Any, plan: Plan, inputs: AttentionInputs, asked: tuple[bool, boo
     fp8_output, high_backward = asked
     _, number, state, recompute = module._enter(a, now)
     watched = None if module.inspector is None else module._watched(number)
-    if plan.backend == choose.UNFUSED:
-        low = _Low(precision_of(number), state, recompute, high_backward)
-        low.inspector = None if watched is None else module._inspectors()[0]
-        module.__dict__["_last_rule"] = low.rule  # Module.__setattr__ would cost a microsecond
-        return _emulated(plan, low, inputs)
+    emulated = plan.backend == choose.UNFUSED
     key = (plan, number, a.dtype, isinstance(a, QuantizedTorch), fp8_output, high_backward, watched)
     call = module._calls.get(key)
     if call is None:
         if len(module._calls) >= _CALLS:
             module._calls.clear()
-        call = module._calls[key] = _call(*key[:-1], inspectors=None if watched is None else _lookers(module))
+        if emulated:
+            seen = None if watched is None else module._inspectors()
+            call = _roundings(number, a.dtype, high_backward, core.names_of(plan.layer.packing), seen)
+        else:
+            call = _call(*key[:-1], inspectors=None if watched is None else _lookers(module))
+        module._calls[key] = call
+    if emulated:
+        module.__dict__["_last_rule"] = call.rule  # Module.__setattr__ would cost a microsecond
+        return emulate(plan, call, inputs, (state, recompute))
     module.__dict__["_last_rule"] = call.spec.precision
     dims = len(plan.spec.q_format) - 2, len(plan.spec.kv_format) - 2
     return run_call(call, state, recompute, inputs, dims)
@@ -223,46 +226,8 @@ def _call(
 
 
 # ------------------------------------------------------------------------------------------- the emulation
-
-
-def _emulated(plan: Plan, low: _Low, inputs: AttentionInputs) -> torch.Tensor:
-    """UnfusedDotProductAttention on values as FP8 holds them, in the slots of FP8 attention; the result is plain."""
-    names = core.names_of(plan.layer.packing)
-    a, b, c = (
-        None if t is None else low(t.dequantize() if isinstance(t, QuantizedTorch) else t, core.QKV, core.DQKV, name)
-        for t, name in zip((inputs.a, inputs.b, inputs.c), (*names, "", "", ""), strict=False)
-    )
-    out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low)
-    return low(out, core.OUT, core.DOUT)
-
-
-class _Low:
-    """Quantizes and dequantizes a tensor in a forward slot, and its gradient in a backward one."""
-
-    def __init__(
-        self, precision: Precision | None, state: ScalingState | None, recompute: bool, high_backward: bool
-    ) -> None:
-        assert precision is not None and precision.attention is not None and state is not None
-        rule, p, dp = precision.attention, precision.input, precision.grad
-        assert p is not None and dp is not None
-        self.rule = replace(rule, backward=rule.backward and not high_backward)
-        self.rules = {core.QKV: rule.qkv, core.OUT: rule.output, core.P: p}
-        self.grad_rules = {core.DQKV: rule.grad_input, core.DOUT: rule.grad, core.DP: dp}
-        self.state, self.scales = state, state.scales(recompute)
-        self.within = this_pass() if recompute else -1
-
-    inspector: Any = None
-
-    def __call__(self, t: torch.Tensor, slot: Any, grad_slot: Any, name: str = "s") -> torch.Tensor:
-        """The tensor through these slots; None leaves it as it is. `name`: for an inspector."""
-        return _Through.apply(t, self, slot, grad_slot, name)
-
-    def through(self, t: torch.Tensor, cast: Cast, point: tuple[str, str]) -> torch.Tensor:
-        """What a cast leaves of a tensor, which is shown to an inspector that wants to see it."""
-        rt, x, seen = runtime_for(t), to_core(t.contiguous()).matrix(), self.inspector
-        plain = seen is not None and PLAIN_ATTENTION[point[0]] in seen.request
-        left = offer(rt, seen, point, x, cast, None if plain else ops.quantize(rt, x, cast))
-        return to_torch(left if left is x else dense(rt, left, TO_CORE[t.dtype])).view(t.shape)
+# UnfusedDotProductAttention on values as FP8 holds them, in the slots of FP8 attention; the result is plain. Each
+# tensor goes through a layer of its own that rounds it and its gradient, in eager code and in traced code.
 
 
 @dataclass(frozen=True)
@@ -274,21 +239,36 @@ class RoundingSpec:
     slot: tuple[int, int]
     grad_rule: Operand | None
     grad_slot: tuple[int, int]
+    name: str = ""  # of the tensor, for an inspector
 
 
-def _round(rt: Runtime, t: Tensor, *, spec: RoundingSpec, scales: Scales | None = None) -> Any:
+def _round(
+    rt: Runtime, t: Tensor, *, spec: RoundingSpec, scales: Scales | None = None, inspectors: Any = (None,)
+) -> Any:
     if spec.rule is None:
         return (_copied(rt, t),), ()
     cast = forward_cast(spec.rule, scales, *spec.slot, rowwise=True, columnwise=False)
-    return (ops.dequantize(rt, ops.quantize(rt, t.matrix(), cast), spec.dtype).reshape(*t.shape),), ()
+    return (_through(rt, t, spec, cast, ("fprop", spec.name), inspectors[0]),), ()
 
 
-def _round_gradient(rt: Runtime, dy: Tensor, saved: Any, *, spec: RoundingSpec, scales: Scales | None = None) -> Any:
+def _round_gradient(
+    rt: Runtime, dy: Any, saved: Any, *, spec: RoundingSpec, scales: Scales | None = None, inspectors: Any = (None,)
+) -> Any:
+    if isinstance(dy, QuantizedTensor):
+        return (ops.dequantize(rt, dy, spec.dtype),)
     if spec.grad_rule is None:
         return (dy,)
     gemm, slot = spec.grad_slot
     cast = backward_cast(spec.grad_rule, scales, gemm, rowwise=True, columnwise=False, slot=slot)
-    return (ops.dequantize(rt, ops.quantize(rt, dy.matrix(), cast), spec.dtype).reshape(*dy.shape),)
+    return (_through(rt, dy, spec, cast, ("dgrad", _GRADIENTS[spec.grad_slot]), inspectors[0]),)
+
+
+def _through(rt: Runtime, t: Tensor, spec: RoundingSpec, cast: Cast, point: tuple[str, str], seen: Any) -> Tensor:
+    """What a cast leaves of a tensor, which is shown to an inspector that wants to see it."""
+    x = t.matrix()
+    plain = seen is not None and PLAIN_ATTENTION[point[0]] in seen.request
+    left = offer(rt, seen, point, x, cast, None if plain else ops.quantize(rt, x, cast))
+    return _copied(rt, t) if left is x else dense(rt, left, spec.dtype).reshape(*t.shape)
 
 
 def _copied(rt: Runtime, t: Tensor) -> Tensor:
@@ -299,73 +279,85 @@ def _copied(rt: Runtime, t: Tensor) -> Tensor:
 
 ROUNDING = Layer("fp8_rounding", _round, _round_gradient, lambda: ())
 _NOWHERE = (0, 0)
+_GRADIENTS = {core.DQKV: "dqkv", core.DOUT: "do", core.DP: "dp"}
+
+
+class Roundings(NamedTuple):
+    """The calls that round q, k and v, as they are packed, the scores' gradient, P, and the output; or their keys."""
+
+    operands: Sequence[Any]
+    scores: Any
+    weights: Any
+    out: Any
+    rule: AttentionPrecision | None = None  # that of the calls
+
+
+def _roundings(
+    number: int,
+    dtype: torch.dtype,
+    high_backward: bool,
+    names: Sequence[str],
+    inspectors: tuple[Any, ...] | None = None,
+    came: bool = False,
+) -> Roundings:
+    """Those in this precision. `names`: of q, k and v; `came`: the output's gradient was quantized."""
+    precision = precision_of(number)
+    assert precision is not None and precision.attention is not None
+    rule = replace(precision.attention, backward=precision.attention.backward and not high_backward)
+    back, core_type = rule.backward, TO_CORE[dtype]
+    of_q = (core_type, rule.qkv, core.QKV, rule.grad_input if back else None, core.DQKV)
+    calls = [
+        register(ROUNDING, RoundingSpec(*spec), True, inspectors)
+        for spec in (
+            *[(*of_q, name) for name in names],
+            (core_type, None, _NOWHERE, precision.grad if back else None, core.DP, "s"),
+            (core_type, precision.input, core.P, None, _NOWHERE, "s"),
+            (core_type, rule.output, core.OUT, rule.grad if back and not came else None, core.DOUT, "o"),
+        )
+    ]
+    *operands, scores, weights, out = calls
+    return Roundings(operands, scores, weights, out, rule)
 
 
 @constant_at_trace
 def emulation(
-    number: int, handed: bool, output: Any, high_backward: bool, dtype: torch.dtype
-) -> tuple[str, str, str, str]:
-    """The calls that round q, k and v, the scores' gradient, P, and the output, for traced code in this region."""
-    precision = precision_of(attention_number(number))
-    assert precision is not None and precision.attention is not None
-    rule, back = precision.attention, precision.attention.backward and not high_backward
-    came = isinstance(output, str) and apart(output)[2] != ""  # the output's gradient was quantized
-    core_type = TO_CORE[dtype]
-    specs = (
-        RoundingSpec(core_type, rule.qkv, core.QKV, rule.grad_input if back else None, core.DQKV),
-        RoundingSpec(core_type, None, _NOWHERE, precision.grad if back else None, core.DP),
-        RoundingSpec(core_type, precision.input, core.P, None, _NOWHERE),
-        RoundingSpec(core_type, rule.output, core.OUT, rule.grad if back and not came else None, core.DOUT),
-    )
-    q, scores, weights, out = [key_of(register(ROUNDING, spec, True)) for spec in specs]
-    return q, scores, weights, out
+    number: int, packing: str, output: Any, high_backward: bool, dtype: torch.dtype
+) -> tuple[tuple[str, ...], str, str, str]:
+    """The keys of those in this region, for traced code."""
+    came = isinstance(output, str) and apart(output)[2] != ""
+    made = _roundings(attention_number(number), dtype, high_backward, core.names_of(packing), came=came)
+    return tuple([key_of(call) for call in made.operands]), key_of(made.scores), key_of(made.weights), key_of(made.out)
 
 
-class TracedLow:
-    """`_Low` of traced code: each rounding is an operator."""
+class Low:
+    """Where the emulation rounds what is between its products."""
 
-    def __init__(self, keys: tuple[str, str, str, str], state: Any, recompute: bool) -> None:
-        self.qkv, self.scores, self.weights, self.out = keys
-        self.state, self.recompute = state, recompute
+    def __init__(self, roundings: Roundings, run: tuple[Any, bool]) -> None:
+        self._roundings, self._run = roundings, run
 
-    def __call__(self, t: torch.Tensor, slot: Any, grad_slot: Any) -> torch.Tensor:
-        """P, or with no slot the scores."""
-        return self.through(self.scores if slot is None else self.weights, t)
-
-    def through(self, key: str, t: torch.Tensor) -> torch.Tensor:
+    def through(self, rounding: Any, t: torch.Tensor) -> torch.Tensor:
         """The tensor through one of the roundings."""
-        return apply(key, self.state, self.recompute, t)[0]
+        return apply(rounding, *self._run, t)[0]
+
+    def scores(self, t: torch.Tensor) -> torch.Tensor:
+        """The scores, whose gradient alone is rounded."""
+        return self.through(self._roundings.scores, t)
+
+    def weights(self, t: torch.Tensor) -> torch.Tensor:
+        """P."""
+        return self.through(self._roundings.weights, t)
 
 
-def emulated_at_trace(plan: Plan, low: TracedLow, inputs: AttentionInputs, sizes: Sizes) -> torch.Tensor:
-    """`_emulated` of traced code, for inputs of these sizes."""
-    a, b, c = [
-        None if t is None else low.through(low.qkv, t.values() if isinstance(t, Carried) else t) for t in inputs[:3]
-    ]
+def emulate(
+    plan: Plan, roundings: Roundings, inputs: AttentionInputs, run: tuple[Any, bool], sizes: Sizes | None = None
+) -> torch.Tensor:
+    """The output. `run`: the state, and whether this is a recomputation; `sizes`: the inputs' in traced code."""
+    low, held = Low(roundings, run), roundings.operands
+    given: list[Any] = [low.through(rounding, _plain(t)) for rounding, t in zip(held, inputs[:3], strict=False)]
+    a, b, c = given + [None] * (3 - len(given))
     out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low, sizes=sizes)
-    return low.through(low.out, out)
+    return low.through(roundings.out, out)
 
 
-class _Through(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, low: _Low, slot: Any, grad_slot: Any, name: str) -> torch.Tensor:
-        ctx.low, ctx.slot = low, grad_slot if low.rule.backward else None
-        if slot is None:
-            return t.view_as(t)
-        cast = forward_cast(low.rules[slot], low.scales, *slot, rowwise=True, columnwise=False)
-        return low.through(t, cast, ("fprop", "o" if slot == core.OUT else name))
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        low, slot = ctx.low, ctx.slot
-        ran_backward(low.state, low.within)
-        if isinstance(dy, QuantizedTorch):
-            return dy.dequantize(), None, None, None, None
-        if slot is not None:
-            scales, (gemm, which) = low.state.backward_scales(), slot
-            cast = backward_cast(low.grad_rules[slot], scales, gemm, rowwise=True, columnwise=False, slot=which)
-            dy = low.through(dy, cast, ("dgrad", _GRADIENTS[slot]))
-        return dy, None, None, None, None
-
-
-_GRADIENTS = {core.DQKV: "dqkv", core.DOUT: "do", core.DP: "dp"}
+def _plain(t: Any) -> torch.Tensor:
+    return t.values() if isinstance(t, Carried) else t.dequantize() if isinstance(t, QuantizedTorch) else t

@@ -15,16 +15,17 @@ import torch
 from te_core.attention import DIMENSIONS, Sizes
 from te_torch.attention import choose, exported, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
-from te_torch.attention.compact import moved_back, orders_of, sums_of, to_front
+from te_torch.attention.compact import orders_of, returned, sums_of, to_front
 from te_torch.attention.inputs import Given, check_types, layer_inputs, new_slopes
 from te_torch.attention.plan import Fact, Key, Preparation, sizes_of
 from te_torch.autocast import active
 from te_torch.carried import Carried, carry
+from te_torch.doors import never_traced
 from te_torch.export.mode import exporting
 from te_torch.function import key_of
 from te_torch.likeness import alike
 from te_torch.precisions import precision_of
-from te_torch.runtime import constant_at_trace, untraced
+from te_torch.runtime import constant_at_trace
 
 #: The region's precision; whether q is quantized; how the output is to be (te_torch.carried; True: by the user);
 #: whether backward is in the activation dtype.
@@ -70,24 +71,19 @@ def attention(module: Any, given: Given) -> Any:
     if key.fp8:
         _, _, state, recompute = module._enter(inputs.a)
         if backend == choose.UNFUSED:
-            low = fp8_attention.TracedLow(fp8_attention.emulation(*asked, key.a.dtype), state, recompute)
-            return _back(fp8_attention.emulated_at_trace(getattr(_programs, name), low, inputs, sizes), None, orders)
+            keys = fp8_attention.emulation(number, key.packing, *asked[2:], key.a.dtype)
+            plan, roundings = getattr(_programs, name), fp8_attention.Roundings(*keys)
+            out = fp8_attention.emulate(plan, roundings, inputs, (state, recompute), sizes)
+            return returned(out, None, orders)
         forms = len(key.form) - 2, len(key.kv_form) - 2
         out = fp8_attention.run_call(name, state, recompute, inputs, forms)
         if isinstance(asked[2], str) and asked[2]:
             assert state is not None  # FP8 attention keeps one, whatever its recipe
             return carry(out, asked[2], (state.state, fp8_attention.SLOTS.output, fp8_attention.SLOTS.grad_output))
-        return _back(out, None, orders)
+        return returned(out, None, orders)
     if backend == choose.UNFUSED:
-        return _back(*unfused.run(getattr(_programs, name), inputs, sizes=sizes), orders)
-    return _back(*fused.run_call(name, key.packing, inputs), orders)
-
-
-def _back(out: torch.Tensor, largest: torch.Tensor | None, orders: Any) -> Any:
-    """What forward returns."""
-    if orders is not None:
-        out = moved_back(out, orders)
-    return out if largest is None else (out, largest)
+        return returned(*unfused.run(getattr(_programs, name), inputs, sizes=sizes), orders)
+    return returned(*fused.run_call(name, key.packing, inputs), orders)
 
 
 def _of_sizes(how: Any, sizes: Sizes) -> Preparation:
@@ -225,7 +221,10 @@ def _broadcasts(shape: tuple[Any, ...], whole: tuple[int, ...]) -> bool:
 
 # ------------------------------------------------------------------------------------------------- at trace time
 
-_eager_run: Any = None  # DotProductAttention._run for traced code: never traced
+
+@never_traced("this backend runs eagerly")
+def _eager_run(module: Any, key: Key, given: Given) -> Any:
+    return module._run(key, given)
 
 
 class _Programs:
@@ -239,7 +238,6 @@ _names = itertools.count(1)
 @constant_at_trace
 def _trace_plan(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: Asked) -> tuple[Any, ...]:
     """(the backend, "" where it runs eagerly; the call's or plan's name; the fields of its Preparation)."""
-    global _eager_run
     modules = alike(kind, facts)
     plan = modules[0]._choice(Key.of(key))
     for module in modules[1:]:
@@ -259,7 +257,6 @@ def _trace_plan(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: 
     if plan.backend != choose.FUSED or eager:
         if torch.compiler.is_exporting() and (plan.key.fp8 or plan.backend == choose.FUSED):
             raise exported.not_traced(plan.backend)
-        _eager_run = _eager_run or untraced(type(modules[0])._run, "this backend runs eagerly")
         return ("", "")
     if not plan.key.fp8:
         return (plan.backend, key_of(plan.call), *plan.prepare)

@@ -29,13 +29,13 @@ from te_torch.likeness import alike, of_token
 from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
 from te_torch.precisions import (
-    custom_numbers,
     is_custom,
     number_of_several,
     part_of,
     precision_of,
     reads_quantized,
     recipe_of,
+    says_by_module,
 )
 from te_torch.runtime import amp_cast, amp_dtype, constant_at_trace, default_device, drawn
 from te_torch.state import BACKWARD, FORWARD, ScalingState, make_state, make_states
@@ -260,8 +260,8 @@ class BaseModule(TensorParallel, CallingModule):
             inp = amp_cast(inp)
         if not precision:
             return inp, 0, None, recompute
-        if self.own_precision or (is_custom(precision) if tracing else precision in custom_numbers):
-            if exporting.on and precision in custom_numbers:
+        if self.own_precision or (is_custom(precision) if tracing else says_by_module(precision)):
+            if exporting.on and is_custom(precision):
                 raise custom_recipe()
             precision = self._of_custom(precision)
             if not precision:
@@ -362,6 +362,10 @@ class BaseModule(TensorParallel, CallingModule):
     def _precision(self, number: int, gemm: int) -> Precision | None:
         """The precision of one of the module's GEMMs, given the number that `_enter` returned."""
         return precision_of(part_of(number, gemm))
+
+    def _with_extra(self, weights: tuple[str, ...], first_microbatch: bool | None) -> tuple[str, ...]:
+        """Those of a layer's GEMM weights whose `_extra` a forward asks for: all of them, or none."""
+        return weights if self._special or first_microbatch is not None else ()
 
     def _extra(
         self,

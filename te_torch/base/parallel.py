@@ -14,9 +14,11 @@ from te_core.layers.parallel import Split
 from te_core.precision import Precision
 from te_torch.autocast import active
 from te_torch.base.documented import Documented
+from te_torch.base.options import mode_of
 from te_torch.base.sharding import MarkedModule
+from te_torch.doors import never_traced
 from te_torch.parallel.communicator import GroupCommunicator, group_of
-from te_torch.runtime import constant_at_trace, runtime_for, untraced
+from te_torch.runtime import constant_at_trace, runtime_for
 
 #: Options that a rank may have for itself: they change nothing of what the ranks compute together.
 _OWN = frozenset(
@@ -68,6 +70,15 @@ class TensorParallel(Documented, MarkedModule):
     def _local(self, name: str, size: int) -> int:
         """This rank's part of a size."""
         return local(type(self).__name__, name, size, self.tp_size)
+
+    def _take_shape(self, in_features: int, out_features: int, parallel_mode: str | None) -> None:
+        """The sizes of this rank's part of a weight."""
+        self.parallel_mode = mode = mode_of(parallel_mode)
+        self.in_features, self.out_features = in_features, out_features
+        if self.tp_size > 1 and mode == "row":
+            self.in_features = self._local("in_features", in_features)
+        elif self.tp_size > 1 and mode == "column":
+            self.out_features = self._local("out_features", out_features)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the group that the weights are spread over, before the first forward; its size is `tp_size`."""
@@ -217,13 +228,10 @@ def eagerly(module: Any, *args: Any) -> Any:
     region = active.region
     if region is not None and region.traced:
         _refuse_traced_region()
-    _make_eager()
-    return _eager(module, *args)
+    return _forward(module, *args)
 
 
-_eager: Any = None
-
-
+@never_traced("a module whose weights are spread over ranks runs eagerly: its collectives are no operators")
 def _forward(module: Any, *args: Any) -> Any:
     return module.forward(*args)
 
@@ -236,12 +244,3 @@ def _refuse_traced_region() -> None:
         "a region around the compiled function: such modules run eagerly, behind a graph break",
         "move the region out of the compiled function",
     )
-
-
-@constant_at_trace
-def _make_eager() -> bool:
-    global _eager
-    _eager = _eager or untraced(
-        _forward, "a module whose weights are spread over ranks runs eagerly: its collectives are no operators"
-    )
-    return True

@@ -19,6 +19,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.debug.layers import ALONE, Team
 from te_torch.debug.quantizers import quantizer_for
+from te_torch.debug.state import TEDebugState
 from te_torch.debug.stats import STATS_BUFFERS
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import TO_TORCH, piece_to_torch, to_core
@@ -174,7 +175,7 @@ class GemmInspector:
             tensor_name=tensor,
             tensor=seen.plain,
             default_quantizer=seen.quantizer,
-            iteration=_iteration(),
+            iteration=TEDebugState.get_iteration(),
             dtype=seen.dtype,
         )
 
@@ -184,7 +185,7 @@ class GemmInspector:
             layer_name=self.layer,
             tensor_name=tensor,
             tensor=plain,
-            iteration=_iteration(),
+            iteration=TEDebugState.get_iteration(),
             tp_group=self.team.group,
             tp_size=self.team.size,
             rowwise_quantized_tensor=rowwise,
@@ -200,7 +201,7 @@ class GemmInspector:
                 gemm=gemm,
                 tensor_name=tensor,
                 tensor=seen.plain if read is None else read,
-                iteration=_iteration(),
+                iteration=TEDebugState.get_iteration(),
                 tp_group=self.team.group,
                 tp_size=self.team.size,
                 rowwise=gemm == _ROWS[tensor],
@@ -218,12 +219,6 @@ def _api() -> Any:
             "call nvdlfw_inspect.api.end_debug() after the backward",
         )
     return api.transformer_engine
-
-
-def _iteration() -> int:
-    from nvdlfw_inspect import api
-
-    return int(api.DEBUG_MANAGER._trainer_iteration_count)
 
 
 def _as_core(made: Any, seen: _Tensor) -> Value:

@@ -22,6 +22,7 @@ from te_torch.base.watching import Choice, watching
 from te_torch.debug.gemm import GemmInspector
 from te_torch.debug.layers import Team, product_names, team_of
 from te_torch.debug.schedule import EveryOne
+from te_torch.debug.state import TEDebugState
 from te_torch.precisions import precision_of
 
 _NEVER = 1 << 62
@@ -64,17 +65,6 @@ class Plan(NamedTuple):
 _NOTHING = Plan(*[frozenset()] * 4)
 
 
-def _manager() -> Any:
-    from nvdlfw_inspect import api
-
-    return api.DEBUG_MANAGER
-
-
-def iteration_now() -> int:
-    """The iteration: how often debug_api.step() was called."""
-    return int(_manager()._trainer_iteration_count)
-
-
 class Door(Choice):
     """Stands in the place of a module's inspectors, and says which ones there are."""
 
@@ -91,7 +81,7 @@ class Door(Choice):
 
     def touches(self, module: Any) -> bool:
         """Whether the configuration names features for a layer of this module."""
-        return _manager() is not None and any([_settled(name) for name in product_names(module, module.name)])
+        return TEDebugState.is_enabled() and any([_settled(name) for name in product_names(module, module.name)])
 
     @property
     def high(self) -> tuple[bool, bool]:
@@ -105,11 +95,11 @@ class Door(Choice):
 
     def choose(self, module: Any, precision: int) -> None:
         """Ask the features what they want of a forward in this precision; in an iteration once."""
-        if _manager() is None:
+        if not TEDebugState.is_enabled():
             self.current = None
             _set(module, None)
             return
-        now = iteration_now()
+        now = TEDebugState.get_iteration()
         self._choose(module, bool(precision), now)
         if self.current is not None:
             _refuse_capture(module)
@@ -119,9 +109,9 @@ class Door(Choice):
 
     def refuse_traced(self, module: Any, precision: int) -> None:
         """A compiled step is one that nobody looks at, or it is refused. What was decided is part of the program."""
-        if _manager() is None:
+        if not TEDebugState.is_enabled():
             return
-        now = iteration_now()
+        now = TEDebugState.get_iteration()
         self._choose(module, bool(precision), now)
         self.traced = self.due > now
         if self.current is not None:
@@ -317,7 +307,7 @@ def begin() -> None:
 def stepped() -> None:
     """An iteration has begun: wake the layers whose features may want something now."""
     global _last
-    now = iteration_now()
+    now = TEDebugState.get_iteration()
     expected, _last = now if _last is None else _last + 1, now
     for module, door in _doors():
         awake = door.due <= now or now != expected

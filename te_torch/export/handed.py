@@ -7,7 +7,42 @@ from typing import Any
 import torch
 
 
-class Handed:
+class StandIn:
+    """In the place of a quantized tensor: for what modules ask of an input, a tensor of its values, which are `t`."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.t = t
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the values."""
+        return self.t.shape
+
+    @property
+    def ndim(self) -> int:
+        """Of how many dimensions they are."""
+        return self.t.ndim
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.t.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether that is a GPU."""
+        return self.t.is_cuda
+
+    def is_floating_point(self) -> bool:
+        """Of its values."""
+        return True
+
+    def to(self, dtype: torch.dtype) -> Any:
+        """Values of any dtype are quantized alike."""
+        return self
+
+
+class Handed(StandIn):
     """In the place of a quantized tensor, between modules that are exported: its values, and how it holds them.
 
     For what modules ask of an input it is a tensor of the activation dtype. The values are what a DequantizeLinear
@@ -18,35 +53,8 @@ class Handed:
     requires_grad = False
 
     def __init__(self, values: torch.Tensor, dtype: torch.dtype, form: Any) -> None:
+        super().__init__(values)
         self.values, self.dtype, self.format = values, dtype, form  # float32; te_core.quantized.Format
-
-    @property
-    def shape(self) -> torch.Size:
-        """That of the values."""
-        return self.values.shape
-
-    @property
-    def ndim(self) -> int:
-        """Of how many dimensions they are."""
-        return self.values.ndim
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.values.device
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether that is a GPU."""
-        return self.values.is_cuda
-
-    def is_floating_point(self) -> bool:
-        """Of its values."""
-        return True
-
-    def to(self, dtype: torch.dtype) -> Handed:
-        """Values of any dtype are quantized alike."""
-        return self
 
     def view(self, *shape: int) -> Handed:
         """The same values in another shape."""

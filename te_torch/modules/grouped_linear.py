@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -22,12 +21,12 @@ from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
 from te_torch.base.checkpoint_state import WithExtraState
 from te_torch.base.module import BaseModule, normal_init
-from te_torch.base.options import check_values, mode_of, refuse_unbuilt
+from te_torch.base.options import check_values, refuse_unbuilt
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
-from te_torch.calls import families
-from te_torch.doors import either
+from te_torch.calls import families, named
+from te_torch.doors import either, never_traced
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.export.mode import exporting
@@ -38,13 +37,13 @@ from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host
 from te_torch.modules.linear import empty_bias, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, check_input, constant_at_trace, default_device, to_core, to_core_shape, untraced
+from te_torch.runtime import TO_CORE, check_input, default_device, to_core, to_core_shape
 
 
-@lru_cache
 def _layer(num_gemms: int) -> Layer:
-    return Layer(
-        f"grouped_linear_{num_gemms}",
+    name = f"grouped_linear_{num_gemms}"
+    return named(name) or Layer(
+        name,
         core.forward,
         core.backward,
         core.GroupedSaved,
@@ -107,12 +106,7 @@ class GroupedLinear(BaseModule):
             raise ArgumentError(
                 "GroupedLinear", f"bias=True with tp_size={self.tp_size}", "bias=False there", "leave it out"
             )
-        self.parallel_mode = mode = mode_of(parallel_mode)
-        self.in_features, self.out_features = in_features, out_features
-        if self.tp_size > 1 and mode == "row":
-            in_features = self.in_features = self._local("in_features", in_features)
-        elif self.tp_size > 1 and mode == "column":
-            out_features = self.out_features = self._local("out_features", out_features)
+        self._take_shape(in_features, out_features, parallel_mode)
         self.use_bias, self.return_bias = bias, return_bias
         self.save_original_input = bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
@@ -122,9 +116,11 @@ class GroupedLinear(BaseModule):
             "device": device or default_device(),
         }
         for i in range(num_gemms):
-            self._add_parameter(f"weight{i}", (out_features, in_features), init_method or normal_init, **place)
+            self._add_parameter(
+                f"weight{i}", (self.out_features, self.in_features), init_method or normal_init, **place
+            )
             if bias:
-                self._add_parameter(f"bias{i}", (out_features,), torch.nn.init.zeros_, **place)
+                self._add_parameter(f"bias{i}", (self.out_features,), torch.nn.init.zeros_, **place)
             else:
                 setattr(self, f"bias{i}", torch.empty(0, **place))
         self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self._names)
@@ -160,8 +156,7 @@ class GroupedLinear(BaseModule):
         """
         tracing = either(False, True) and not exporting.on
         if tracing and (out is not None or dgrad_out is not None):
-            _make_eager()
-            return _eager(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
+            return _into_buffers(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
         if isinstance(inp, QuantizedTorch):
             raise TypeError(
                 f"GroupedLinear.forward{within(self)}: got a quantized input. Allowed: a plain one. To do: dequantize."
@@ -182,9 +177,8 @@ class GroupedLinear(BaseModule):
             None if self.inspector is None else self._watched(precision),
             weights[0].dtype if self._primary else None,
         )
-        extra = None
-        if self._special or is_first_microbatch is not None:
-            extra = self._extra(self._names, weights, precision, state, recompute, is_first_microbatch)
+        names = self._with_extra(self._names, is_first_microbatch)
+        extra = self._extra(names, weights, precision, state, recompute, is_first_microbatch) if names else None
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         call = self._find_call(key)
         if tracing:
@@ -252,16 +246,8 @@ def _count_copy() -> None:
 
 
 on_host_copy.append(_count_copy)
-_eager: Any = None  # GroupedLinear.forward for traced code: never traced, it writes into memory of the caller's
-
-
-@constant_at_trace
-def _make_eager() -> bool:
-    """Make `_eager`, at trace time."""
-    global _eager
-    _eager = _eager or untraced(GroupedLinear.forward, "GroupedLinear with buffers of the caller's runs eagerly")
-    return True
-
+#: GroupedLinear.forward for traced code: never traced, it writes into memory of the caller's.
+_into_buffers = never_traced("GroupedLinear with buffers of the caller's runs eagerly")(GroupedLinear.forward)
 
 #: By the address of a caller's buffer: the result in it. The next one makes autograd notice where that was saved.
 _in_buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()

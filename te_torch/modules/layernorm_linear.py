@@ -208,11 +208,8 @@ class LayerNormLinear(NormParameters, SplitParameters):
             fp8_grad,
         )
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        extra: Any = None
-        weights: tuple[str, ...] = ()
-        if self._special or is_first_microbatch is not None:
-            weights = ("weight",)
-            extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch)
+        weights = self._with_extra(("weight",), is_first_microbatch)
+        extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch) if weights else None
         tensors = inp, gamma, beta, weight, bias, rng, *entry.tensors
         norm_sources = "layer_norm_weight", None if beta is None else "layer_norm_bias"
         of_rng = None if rng is None else Drawn(self._fork)

@@ -176,17 +176,14 @@ class LayerNormMLP(NormParameters):
             w1.dtype if self._primary else None,
         )
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        extra: Any = None
-        names: tuple[str, ...] = ()
-        if self._special or is_first_microbatch is not None:
-            names = self._weight_names()
-            extra = self._extra(names, (w1, w2), precision, state, recompute, is_first_microbatch)
+        weights = self._with_extra(self._weight_names(), is_first_microbatch)
+        extra = self._extra(weights, (w1, w2), precision, state, recompute, is_first_microbatch) if weights else None
         named = {"layer_norm_weight": gamma, "layer_norm_bias": beta, "fc1_weight": w1, "fc1_bias": b1}
         named |= {"fc2_weight": w2, "fc2_bias": b2}
         of_named = [None if t is None else name for name, t in named.items()]
         sources = [0, *of_named, None if rng is None else Drawn(self._fork), *entry.sources]
         tensors = inp, *named.values(), rng, *entry.tensors
-        return Prepared(self._find_call(key), state, recompute, tensors, sources, extra, names)
+        return Prepared(self._find_call(key), state, recompute, tensors, sources, extra, weights)
 
     def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
         if self.return_bias:

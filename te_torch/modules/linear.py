@@ -13,7 +13,7 @@ from te_core.errors import ArgumentError
 from te_core.layers import linear as core
 from te_torch.autocast import Now
 from te_torch.base.module import BaseModule, normal_init
-from te_torch.base.options import check_options, mode_of
+from te_torch.base.options import check_options
 from te_torch.base.original_input import keeps_original
 from te_torch.base.plans import Drawn, Prepared
 from te_torch.base.quantized_init import check_recipe_fits
@@ -87,15 +87,6 @@ class SplitParameters(BaseModule):
                 "correct out_features or parameters_split",
             )
         return {prefix: rows // self.tp_size for prefix, rows in parts.items()}
-
-    def _take_shape(self, in_features: int, out_features: int, parallel_mode: str | None) -> None:
-        """The sizes of this rank's part of the weight."""
-        self.parallel_mode = mode = mode_of(parallel_mode)
-        self.in_features, self.out_features = in_features, out_features
-        if self.tp_size > 1 and mode == "row":
-            self.in_features = self._local("in_features", in_features)
-        elif self.tp_size > 1 and mode == "column":
-            self.out_features = self._local("out_features", out_features)
 
     def _finish_weights(self, fuse: bool, delay: bool) -> None:
         """What follows once the parameters are there: marks, quantized storage, and where weight gradients go."""
@@ -315,11 +306,8 @@ class Linear(SplitParameters):
             fp8_grad,
         )
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        extra: Any = None
-        weights: tuple[str, ...] = ()
-        if self._special or is_first_microbatch is not None:
-            weights = ("weight",)
-            extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch)
+        weights = self._with_extra(("weight",), is_first_microbatch)
+        extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch) if weights else None
         of_weight, of_bias = self._linear_sources(bias)
         sources = 0, of_weight, of_bias, None if rng is None else Drawn(self._fork)
         return Prepared(self._find_call(key), state, recompute, (inp, weight, bias, rng), sources, extra, weights)

@@ -30,6 +30,7 @@ class Quantizer:
     """
 
     custom = False
+    _RECIPE: Any = None  # the recipe class whose modules may use these tensors
     #: Attributes that two quantizers of equal value share, for a class itself, not for what is derived from it; None:
     #: a quantizer equals only itself.
     _VALUE: tuple[str, ...] | None = None
@@ -91,8 +92,7 @@ class Quantizer:
         return False
 
     def _get_compatible_recipe(self) -> Any:
-        """The recipe class whose modules may use these tensors."""
-        return None
+        return self._RECIPE
 
     # ------------------------------------------------------------------------------------- making tensors
 

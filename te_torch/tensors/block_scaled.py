@@ -26,40 +26,16 @@ def documented_scale_shape(form: Any, shape: Sequence[int], columnwise: bool) ->
     return pieces(form, (m, k), columnwise).scale  # type: ignore[return-value]
 
 
+def buffer(name: str) -> Any:
+    """A buffer under its documented name: it is shown without padding, and what is assigned to it is adopted."""
+    return property(lambda self: self._shown(name), lambda self, t: self._adopt(name, t))
+
+
 class BlockScaledStorage(QuantizedTensorStorage):
     """`_rowwise_data`, `_rowwise_scale_inv`, `_columnwise_data`, `_columnwise_scale_inv`."""
 
-    @property
-    def _rowwise_data(self) -> torch.Tensor | None:
-        return self._shown("_row_data")
-
-    @_rowwise_data.setter
-    def _rowwise_data(self, t: torch.Tensor | None) -> None:
-        self._adopt("_row_data", t)
-
-    @property
-    def _columnwise_data(self) -> torch.Tensor | None:
-        return self._shown("_col_data")
-
-    @_columnwise_data.setter
-    def _columnwise_data(self, t: torch.Tensor | None) -> None:
-        self._adopt("_col_data", t)
-
-    @property
-    def _rowwise_scale_inv(self) -> torch.Tensor | None:
-        return self._shown("_row_scale")
-
-    @_rowwise_scale_inv.setter
-    def _rowwise_scale_inv(self, t: torch.Tensor | None) -> None:
-        self._adopt("_row_scale", t)
-
-    @property
-    def _columnwise_scale_inv(self) -> torch.Tensor | None:
-        return self._shown("_col_scale")
-
-    @_columnwise_scale_inv.setter
-    def _columnwise_scale_inv(self, t: torch.Tensor | None) -> None:
-        self._adopt("_col_scale", t)
+    _rowwise_data, _columnwise_data = buffer("_row_data"), buffer("_col_data")
+    _rowwise_scale_inv, _columnwise_scale_inv = buffer("_row_scale"), buffer("_col_scale")
 
     def _show(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         if not name.endswith("scale"):

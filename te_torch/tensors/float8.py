@@ -463,6 +463,8 @@ class _PerTensor(Quantizer):
 class Float8Quantizer(_PerTensor):
     """Delayed scaling: multiplies by `scale` and raises `amax`, both float32 tensors that somebody updates."""
 
+    _RECIPE = DelayedScaling
+
     def __init__(
         self, scale: torch.Tensor, amax: torch.Tensor, fp8_dtype: Any, *, rowwise: bool = True, columnwise: bool = True
     ) -> None:
@@ -512,13 +514,11 @@ class Float8Quantizer(_PerTensor):
     def _onnx_scale(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.scale.reshape(1)
 
-    def _get_compatible_recipe(self) -> Any:
-        return DelayedScaling
-
 
 class Float8CurrentScalingQuantizer(_PerTensor):
     """Current scaling: the scale follows from the tensor's own maximum, or from that over a process group."""
 
+    _RECIPE = Float8CurrentScaling
     _VALUE = ("dtype", "with_amax_reduction", "force_pow_2_scales", "amax_epsilon")
     agreed: torch.Tensor | None = None  # the maximum that a group agreed on, of a quantizer for one update
 
@@ -575,9 +575,6 @@ class Float8CurrentScalingQuantizer(_PerTensor):
     def is_requantization_safe(self) -> bool:
         """The scale follows from the values."""
         return True
-
-    def _get_compatible_recipe(self) -> Any:
-        return Float8CurrentScaling
 
 
 def _make_float8_tensor_in_reduce_ex(*args: Any) -> Any:

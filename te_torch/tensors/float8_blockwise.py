@@ -101,6 +101,7 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  #
 class Float8BlockQuantizer(Quantizer):
     """FP8 with a scale for each 1x128 piece (`block_scaling_dim=1`) or 128x128 tile (2)."""
 
+    _RECIPE = Float8BlockScaling
     _VALUE = ("dtype", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim")
     block_len = 128
 
@@ -151,9 +152,6 @@ class Float8BlockQuantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         """The scales follow from the values."""
         return True
-
-    def _get_compatible_recipe(self) -> Any:
-        return Float8BlockScaling
 
 
 def _make_float8_blockwise_tensor_in_reduce_ex(*args: Any) -> Any:

@@ -395,6 +395,8 @@ class HybridQuantizer(Quantizer):
     `columnwise_source`: the columnwise copy is made of the "original" values or of the "rowwise_dequantized" ones.
     """
 
+    _RECIPE = CustomRecipe
+
     def __init__(
         self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, columnwise_source: str = "original"
     ) -> None:
@@ -488,9 +490,6 @@ class HybridQuantizer(Quantizer):
         needs_row = self.rowwise_usage or (self.columnwise_usage and self.columnwise_source == "rowwise_dequantized")
         used = ((self.rowwise_quantizer, needs_row), (self.columnwise_quantizer, self.columnwise_usage))
         return all(q.is_requantization_safe() for q, wanted in used if wanted)
-
-    def _get_compatible_recipe(self) -> Any:
-        return CustomRecipe
 
 
 def _internal(quantizer: Quantizer) -> Any:

@@ -232,6 +232,8 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # type: ignore[mi
 class IdentityQuantizer(Quantizer):
     """Leaves tensors in high precision: in their own type, or in `dtype`, which then is that of the result."""
 
+    _RECIPE = CustomRecipe
+
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -276,9 +278,6 @@ class IdentityQuantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         """Nothing is lost."""
         return True
-
-    def _get_compatible_recipe(self) -> Any:
-        return CustomRecipe
 
 
 def _make_identity_tensor_in_reduce_ex(

@@ -101,6 +101,7 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # type: ignore[misc]
 class MXFP8Quantizer(Quantizer):
     """MXFP8 by 1x32 pieces or, `with_2d_quantization`, 32x32 tiles."""
 
+    _RECIPE = MXFP8BlockScaling
     _VALUE = ("dtype", "with_2d_quantization")
 
     def __init__(
@@ -161,9 +162,6 @@ class MXFP8Quantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         """The scales follow from the values."""
         return True
-
-    def _get_compatible_recipe(self) -> Any:
-        return MXFP8BlockScaling
 
 
 def _make_mxfp8_tensor_in_reduce_ex(*args: Any) -> Any:

@@ -14,7 +14,7 @@ from te_core.quantized import Format
 from te_core.recipe import NVFP4BlockScaling
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
-from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
+from te_torch.tensors.block_scaled import BlockScaledStorage, buffer, documented_scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType
 from te_torch.tensors.mxfp8 import refuse_swizzled
@@ -67,21 +67,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
     def _adopt(self, name: str, t: torch.Tensor | None) -> None:
         super()._adopt(name, t.reshape(-1) if t is not None and t.ndim != 1 and name.endswith("amax") else t)
 
-    @property
-    def _amax_rowwise(self) -> torch.Tensor | None:
-        return self._row_amax
-
-    @_amax_rowwise.setter
-    def _amax_rowwise(self, t: torch.Tensor | None) -> None:
-        self._adopt("_row_amax", t)
-
-    @property
-    def _amax_columnwise(self) -> torch.Tensor | None:
-        return self._col_amax
-
-    @_amax_columnwise.setter
-    def _amax_columnwise(self, t: torch.Tensor | None) -> None:
-        self._adopt("_col_amax", t)
+    _amax_rowwise, _amax_columnwise = buffer("_row_amax"), buffer("_col_amax")
 
     @property
     def _fp4_dtype(self) -> DType:
@@ -177,6 +163,7 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
 class NVFP4Quantizer(Quantizer):
     """NVFP4 with its options; the transform is that of the recipe, with the documented signs."""
 
+    _RECIPE = NVFP4BlockScaling
     _VALUE = (
         "dtype",
         "with_amax_reduction",
@@ -301,9 +288,6 @@ class NVFP4Quantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         """All follows from the values, unless rounding draws."""
         return not self.stochastic_rounding
-
-    def _get_compatible_recipe(self) -> Any:
-        return NVFP4BlockScaling
 
 
 def _make_nvfp4_tensor_in_reduce_ex(*args: Any) -> Any:

@@ -387,23 +387,38 @@ class TransformerLayer(Unit):
         """The layer's output, part by part; `given`: forward's other arguments."""
         g, operation = Arguments(*given), "TransformerLayer.forward"
         mask_type = canonical_mask(operation, g.self_attn_mask_type or self.self_attn_mask_type)
-        canonical_mask(operation, g.enc_dec_attn_mask_type or self.enc_dec_attn_mask_type)
+        enc_dec_mask_type = canonical_mask(operation, g.enc_dec_attn_mask_type or self.enc_dec_attn_mask_type)
         if g.attention_mask is not None or g.enc_dec_attn_mask is not None:
             _check_masks(operation, attention_mask=g.attention_mask, enc_dec_attn_mask=g.enc_dec_attn_mask)
         if (self.layer_type == "decoder") == (g.encoder_output is None):
             self._note_encoder_output(operation, g.encoder_output)
         x = _begun(hidden_states, self._rows if g.inference_params is None else None)
-        # Module.__getattr__ would cost a microsecond; keyword arguments, which a module's call packs anew twice, five.
-        attention: Any = self._modules["self_attention"]
-        mlp: Any = self._modules["layernorm_mlp"]
         # Each part gets what it reads as a `Branch`: its norm forms the sum.
-        attended = attention(
-            Branch(x),
-            g.attention_mask,
-            None,
-            mask_type,
-            g.window_size,
-            g.bottom_right_diagonal,
+        attended = self._attend("self_attention", Branch(x), g, mask_type)
+        mlp: Any = self._modules["layernorm_mlp"]  # Module.__getattr__ would cost a microsecond
+        if self.parallel_attention_mlp:
+            out, x = attended
+            other, x = mlp(Branch(x), g.is_first_microbatch)
+            return self._added((out + other, None, x), self.drop_path).added()
+        read = self._added(attended, self.drop_path)
+        if self.layer_type == "decoder":
+            read = self._added(self._attend("inter_attention", read, g, enc_dec_mask_type), None)
+        y = self._added(mlp(read, g.is_first_microbatch), self.drop_path).added()
+        return self.layernorm(y) if self.output_layernorm else y
+
+    def _attend(self, name: str, read: Branch, g: Arguments, mask_type: str) -> Any:
+        """What self attention returns, or a decoder's cross attention, which looks at encoder_output."""
+        part: Any = self._modules[name]
+        own: tuple[Any, ...] = g.attention_mask, None, mask_type, g.window_size, g.bottom_right_diagonal
+        keys: tuple[Any, ...] = g.cu_seqlens_q, g.cu_seqlens_q_padded, g.max_seqlen_q
+        if name == "inter_attention":
+            windows = g.enc_dec_window_size, g.enc_dec_bottom_right_diagonal
+            own = g.enc_dec_attn_mask, g.encoder_output, mask_type, *windows
+            keys = g.cu_seqlens_kv, g.cu_seqlens_kv_padded, g.max_seqlen_kv
+        cu_kv, cu_kv_padded, max_kv = keys
+        return part(  # by place: keyword arguments, which a module's call packs anew twice, would cost 5 us
+            read,
+            *own,
             g.is_first_microbatch,
             g.checkpoint_core_attention,
             g.inference_params,
@@ -412,50 +427,13 @@ class TransformerLayer(Unit):
             g.core_attention_bias,
             g.alibi_slopes,
             g.cu_seqlens_q,
-            g.cu_seqlens_q,
+            cu_kv,
             g.cu_seqlens_q_padded,
-            g.cu_seqlens_q_padded,
+            cu_kv_padded,
             g.max_seqlen_q,
-            g.max_seqlen_q,
+            max_kv,
             g.fast_zero_fill,
             g.pad_between_seqs,
-        )
-        if self.parallel_attention_mlp:
-            out, x = attended
-            other, x = mlp(Branch(x), g.is_first_microbatch)
-            return self._added((out + other, None, x), self.drop_path).added()
-        read = self._added(attended, self.drop_path)
-        if self.layer_type == "decoder":
-            read = self._added(self._attend_encoder(read, g), None)
-        y = self._added(mlp(read, g.is_first_microbatch), self.drop_path).added()
-        return self.layernorm(y) if self.output_layernorm else y
-
-    def _attend_encoder(self, read: Branch, g: Arguments) -> Any:
-        """What a decoder's cross attention returns."""
-        return self.inter_attention(
-            read,
-            attention_mask=g.enc_dec_attn_mask,
-            encoder_output=g.encoder_output,
-            attn_mask_type=canonical_mask(
-                "TransformerLayer.forward", g.enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
-            ),
-            window_size=g.enc_dec_window_size,
-            bottom_right_diagonal=g.enc_dec_bottom_right_diagonal,
-            is_first_microbatch=g.is_first_microbatch,
-            checkpoint_core_attention=g.checkpoint_core_attention,
-            inference_params=g.inference_params,
-            rotary_pos_emb=g.rotary_pos_emb,
-            core_attention_bias_type=g.core_attention_bias_type,
-            core_attention_bias=g.core_attention_bias,
-            alibi_slopes=g.alibi_slopes,
-            cu_seqlens_q=g.cu_seqlens_q,
-            cu_seqlens_kv=g.cu_seqlens_kv,
-            cu_seqlens_q_padded=g.cu_seqlens_q_padded,
-            cu_seqlens_kv_padded=g.cu_seqlens_kv_padded,
-            max_seqlen_q=g.max_seqlen_q,
-            max_seqlen_kv=g.max_seqlen_kv,
-            fast_zero_fill=g.fast_zero_fill,
-            pad_between_seqs=g.pad_between_seqs,
         )
 
     def _note_encoder_output(self, operation: str, given: torch.Tensor | None) -> None:

@@ -217,7 +217,8 @@ def runtime(monkeypatch: Any, folder: Any, stream: int = 5) -> tuple[Runtime, Ca
     def kernel(rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Any) -> Any:
         def launch(rt: Runtime, grid: Any, block: Any, *given: Any, shared: int = 0) -> None:
             assert len(given) == len(args), f"{name} takes {len(args)} arguments"
-            calls.launches.append((name, given))
+            values = [0 if a is None else a.ptr if isinstance(a, Tensor) else a for a in given]
+            calls.launches.append((name, tuple(values)))
 
         return launch
 

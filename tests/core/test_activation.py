@@ -8,8 +8,7 @@ import pytest
 
 from te_core import dtypes, ops
 from te_core.errors import ArgumentError
-from te_core.ops.activation import GATED, KINDS, ActivationSpec, Clamp
-from te_core.quantized import Cast
+from te_core.ops.activation import GATED, KINDS, Clamp
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, FP8, codes, numpy_dtype, placed, poisoned
@@ -205,28 +204,3 @@ def test_cuda_agrees_with_cpu():
             results.append((rt.numpy(y).astype(np.float64), rt.numpy(dx).astype(np.float64)))
         for a, b in zip(*results, strict=True):
             assert (np.abs(a - b) <= spacing(np.maximum(np.abs(a), np.abs(b)), numpy_dtype("bfloat16")) + 1e-5).all()
-
-
-@requires_cuda
-def test_cuda_kernel_families():
-    """The plan names the kernels that run."""
-    backend, rt = cuda_runtime().backend, cuda_runtime()
-    bf16, fp8 = dtypes.bfloat16, dtypes.float8_e4m3
-
-    def forward(cast_key):
-        spec = ActivationSpec("gelu", Clamp(), (128, 256), bf16, cast_key, False, 0)
-        return backend.plan_activation_forward(rt, spec).family
-
-    def backward(cast_key):
-        spec = ActivationSpec("swiglu", Clamp(), (128, 256), bf16, cast_key, False, 0, bf16)
-        return backend.plan_activation_backward(rt, spec).family
-
-    def key(columnwise, scale):
-        return Cast(fp8, rowwise=True, columnwise=columnwise, scale=scale, amax=scale).key
-
-    one = rt.tensor(np.ones(1, np.float32))
-    assert forward(None) == "activation_forward_flat_no_cast"
-    assert forward(key(True, one)) == "activation_forward_tall_given_scale"
-    assert forward(key(False, one)) == "activation_forward_flat_given_scale"
-    assert backward(key(True, one)) == "activation_backward_tall_given_scale"
-    assert backward(key(True, None)) == "activation_backward_tall_no_cast+quantize_tall_own_scale"

@@ -13,7 +13,6 @@ from tools.house import sources
 
 #: Of a module or a class, and what keeps each finite. A new one has to find its place here.
 BOUNDS = {
-    "backends.cuda.quantize_grouped._tiling": "4096, the least recently used goes",
     "dtypes._BY_NAME": "our dtypes",
     "env._told": "1000",
     "kernels.compiler._headers": "header files",

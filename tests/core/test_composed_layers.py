@@ -19,9 +19,6 @@ from te_core.layers.multihead import Parts
 from te_core.layers.residual import Stream
 from te_core.layers.transformer import LayerParts
 from te_core.runtime import Runtime
-from te_core.tape import taped
-from te_core.tape.layout import in_one_block
-from te_core.tape.recorder import record
 from te_core.tape.taped import Taped
 from te_core.tensor import META, Tensor
 from tests.core.composed_cases import Apart, Layer, Maker, Wants, by_name
@@ -172,17 +169,6 @@ def test_shapes_alone(name: str) -> None:
         grads = by_name(back.function(rt, *back.args, spec=back.spec, **back.options), case.alone)
         found.append({path: (t.shape, t.dtype) for path, t in leaves((outputs, grads)) if isinstance(t, Tensor)})
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("name", ["layer, delayed", "decoder, fp8 between", "layer, output norm"])
-def test_a_layer_in_one_block(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As a host takes it that must know beforehand how much memory a call needs."""
-    case, rt = CASES[name], Runtime.cpu()
-    run, wanted = functions(case), apart(rt, case)
-    monkeypatch.setattr(taped, "record", lambda *call: in_one_block(record(*call)))
-    with tapes("first") as counts:
-        same(wanted, composed(rt, case, run))
-    assert counts.recorded == 2
 
 
 class Burning(Counting):

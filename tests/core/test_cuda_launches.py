@@ -18,7 +18,6 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor, cuda_device
 from tests.core.face import Right, operations, tensor
 from tests.core.fake_cuda import Machine
-from tests.host_steps import worded
 
 FORMATS = {
     "block": (dtypes.float8_e4m3, "block"),
@@ -104,8 +103,6 @@ def test_every_operation_launches(machine: Machine) -> None:
         first = launched(machine, call)
         assert first or name in ATTENTION, name
         assert launched(machine, call) == first, name  # by the plan that is there now
-        said = worded(call.run)
-        assert not said, f"{name} builds text in each call"
 
 
 def test_launches_for_many(machine: Machine) -> None:
@@ -150,6 +147,82 @@ def test_what_a_plan_is_called(machine: Machine) -> None:
     assert [(c["CAST"], c["COLUMNWISE"], c["AMAX"], c["VALUES"], c["KIND"]) for c in constants] == [
         (1, 1, "RAISE", 0, "RMS")
     ]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """The kernels that are asked for, with their constants."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    get = loader.get
+
+    def noting(rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Any) -> Any:
+        found.append((entry or name, constants))
+        return get(rt, name, entry=entry, args=args, **constants)
+
+    monkeypatch.setattr(loader, "get", noting)
+    return found
+
+
+BOTH, ROWS, COLUMNS = (True, True), (True, False), (False, True)
+#: A format or a scaling, the copies, whether columns are summed: the kernels and what is chosen of them.
+CASTS = [
+    ("delayed", ROWS, False, [("quantize", {"SCALING": "GIVEN_SCALE", "TALL": False})]),
+    ("delayed", BOTH, False, [("quantize", {"SCALING": "GIVEN_SCALE", "TALL": True})]),
+    ("current", COLUMNS, False, [("amax", {}), ("quantize", {"SCALING": "OWN_SCALE", "TALL": True})]),
+    ("current", ROWS, True, [("quantize", {"SCALING": "NO_CAST"}), ("quantize", {"SCALING": "OWN_SCALE"})]),
+    ("block", BOTH, False, [("quantize_block", {"TILED": False, "ROWWISE": True, "COLUMNWISE": True})]),
+    ("block", COLUMNS, True, [("quantize_block", {"ROWWISE": False, "COLUMNWISE": True, "COLUMN_SUM": True})]),
+    ("tiles", ROWS, False, [("quantize_block", {"TILED": True, "ROWWISE": True, "COLUMNWISE": False})]),
+    ("mxfp8", ROWS, False, [("quantize_mxfp8", {"ROWWISE": True, "COLUMNWISE": False, "TILED": False})]),
+    ("mxfp8", BOTH, True, [("quantize_mxfp8", {"ROWWISE": True, "COLUMNWISE": True, "COLUMN_SUM": True})]),
+]
+
+
+@pytest.mark.parametrize(("form", "copies", "sums", "wanted"), CASTS)
+def test_kernels_of_a_cast(machine: Machine, asked: Any, form: str, copies: Any, sums: bool, wanted: Any) -> None:
+    rt = machine.runtime()
+    one = tensor(rt, 1) if form == "delayed" else None
+    scaling = {"delayed": "tensor", "current": "tensor", "tiles": "block"}.get(form, form)
+    cast = Cast(
+        Format(dtypes.float8_e4m3, scaling, tiled=form == "tiles"),
+        rowwise=copies[0],
+        columnwise=copies[1],
+        scale=one,
+        amax=one,
+    )
+    ops.quantize(rt, tensor(rt, 128, 256), cast, column_sum=tensor(rt, 256) if sums else None)
+    found = [(name, constants) for name, constants in asked if name != "column_sum"]
+    assert [(name, {k: c[k] for k in of}) for (name, c), (_, of) in zip(found, wanted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "columnwise", "delayed", "tall"),
+    [
+        ("gelu", None, None, False),
+        ("gelu", True, True, True),
+        ("gelu", False, True, False),
+        ("swiglu", True, False, True),
+    ],
+)
+def test_kernels_of_an_activation(
+    machine: Machine, asked: Any, kind: str, columnwise: Any, delayed: Any, tall: bool
+) -> None:
+    rt, cast = machine.runtime(), None
+    if columnwise is not None:
+        one = tensor(rt, 1) if delayed else None
+        cast = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=columnwise, scale=one, amax=one)
+    ops.activation_forward(rt, tensor(rt, 128, 256), "swiglu", cast=cast)
+    (name, constants), *more = asked
+    assert name == "activation" and constants["TALL"] == tall and constants["KEEP"] == (not delayed)
+    assert constants["SCALING"] == ("GIVEN_SCALE" if delayed else "NO_CAST")
+    assert [n for n, _ in more] == (["quantize"] if delayed is False else [])
+
+
+def test_a_row_of_scores_is_held_or_streamed(machine: Machine, asked: Any) -> None:
+    rt = machine.runtime()
+    for columns in (1024, 40000):
+        ops.softmax_forward(rt, tensor(rt, 1, 1, 2, columns))
+    assert [c["ITERS"] > 0 for name, c in asked if name == "softmax_forward"] == [True, False]
 
 
 @pytest.mark.more

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,13 +12,9 @@ from te_core import device
 from te_core import dtypes as D
 from te_core.device import DeviceInfo
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.linear import LinearSpec, Needs, Product
-from te_core.ops import raw
 from te_core.ops.gemm_quantized import gemm_quantized, gemm_route
 from te_core.ops.quantize import dequantize, quantize
-from te_core.quantize.operands import Uses
 from te_core.quantized import Cast, Format
-from te_core.recipe import Float8CurrentScaling, resolve
 from te_core.runtime import Runtime
 from te_core.tensor import CPU, META, cuda_device
 from tests.core.covering_lists import covering_lists
@@ -150,7 +145,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **opti
     """A device of another kind in the place of the first."""
     info = DeviceInfo(f"Pretended {capability[0]}.{capability[1]}", capability, 100, 1, 1, (13, 0), **options)
     monkeypatch.setattr(device, "info", lambda index=0: info)
-    monkeypatch.setitem(cuda_device(0)._kept, ROUTES._routes, {})
     return info
 
 
@@ -167,7 +161,7 @@ NATIVE = {
 def test_routes(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     for pair in PAIRS:
         pretend(monkeypatch, capability)
-        how, reason, *_ = gemm_route(cuda_device(0), *pair)
+        how, reason = gemm_route(cuda_device(0), *pair)
         if pair == (WIDE, WIDE):
             assert how == "dequantized" and "E5M2 by E5M2" in reason
         elif pair[0].scaling in NATIVE[capability] and not pair[0].row_scaled:
@@ -216,7 +210,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], 
 def test_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The version of cuBLASLt counts, not the chip alone."""
     pretend(monkeypatch, HOPPER, cublaslt=(12, 8, 0))
-    how, reason, *_ = gemm_route(cuda_device(0), PIECES, TILES)
+    how, reason = gemm_route(cuda_device(0), PIECES, TILES)
     assert how == "refused" and "12.9" in reason
     assert gemm_route(cuda_device(0), TENSOR, WIDE).how == "native"
 
@@ -247,17 +241,3 @@ def test_a_copy_that_is_not_there(rt: Runtime, columnwise: bool) -> None:
 
 def test_meta_multiplies_nothing() -> None:
     gemm_quantized(SimpleNamespace(device=META), None, None, None)
-
-
-def test_routes_are_kept_with_the_spec(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer's product looks for a route where it meets other formats than before, and nowhere else."""
-    asked, find = [], raw.gemm_route
-    monkeypatch.setattr(raw, "gemm_route", lambda place, *pair: asked.append(pair) or find(place, *pair))
-    spec = LinearSpec(D.bfloat16, replace(resolve(Float8CurrentScaling()), emulate=True), Needs(False, False, False))
-    met = [(TENSOR, TENSOR), (TENSOR, TENSOR), (MX, MX), (MX, MX), (WIDE, TENSOR), (WIDE, WIDE), (TENSOR, TENSOR)]
-    for pair in met:
-        a, b, want = product(rt, pair, (False, False), (32, 48, 64))
-        out = rt.empty((32, 48), D.bfloat16)
-        Product(spec).fprop(rt, (a, Uses(a, a, None)), (b, Uses(b, b, None)), out, None)
-        assert snr_db(rt.numpy(out).astype(np.float64), want) >= DB["bf16"]
-    assert asked == [pair for i, pair in enumerate(met) if i == 0 or met[i - 1] != pair]

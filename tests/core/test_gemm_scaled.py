@@ -450,7 +450,7 @@ def test_nvfp4_reads_alpha_and_beta_where_they_are_made(spy, monkeypatch):
     maxima = [SimpleNamespace(ptr=0x100), SimpleNamespace(ptr=0x200)]
     at = gemm_run._make_alpha(spy, plan, *maxima)
     assert at == spy.workspace("gemm alpha", 8)
-    assert launched == [(1, 1, 0x100, 0x200, at, pytest.approx(1 / (36 * 448 * 256)), 1.0)]
+    assert launched == [(1, 1, *maxima, at, pytest.approx(1 / (36 * 448 * 256)), 1.0)]
     made.run(SimpleNamespace(stream=5), 1, 2, 3, at, [4, 5], 0)
     assert (lt.ran[2], lt.ran[7]) == (at, at + 4)
 

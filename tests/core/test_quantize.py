@@ -10,7 +10,7 @@ import pytest
 
 from te_core import dtypes, ops
 from te_core.errors import ArgumentError
-from te_core.ops.quantize import QuantizeSpec, ScalingState, allocate
+from te_core.ops.quantize import ScalingState, allocate
 from te_core.quantized import Cast
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
@@ -262,28 +262,9 @@ def test_cuda_equals_cpu_on_large():
 
 
 @requires_cuda
-def test_cuda_kernel_families():
-    """The plan names the kernels that run."""
-    rt = cuda_runtime()
-    x = dtypes.bfloat16
-    fp8 = dtypes.float8_e4m3
-
-    one = rt.tensor(np.ones(1, np.float32))
-
-    def family(rowwise, columnwise, scale=None, sums=None):
-        cast = Cast(fp8, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=scale)
-        return rt.backend.plan_quantize(rt, QuantizeSpec((128, 256), x, cast.key, sums)).family
-
-    assert family(True, False, one) == "quantize_flat_given_scale"
-    assert family(True, True, one) == "quantize_tall_given_scale"
-    assert family(False, True) == "amax+quantize_tall_own_scale"
-    assert family(True, False, sums=x) == "quantize_tall_no_cast+quantize_flat_own_scale"
-
-
-@requires_cuda
 def test_cuda_cast_with_partials():
     """The second pass of current scaling, given someone else's partial maxima."""
-    from te_core.backends.cuda.quantize import cast_with_partials
+    from te_core.backends.cuda.quantize import run_cast
 
     rt = poisoned(cuda_runtime())
     for i, shape in enumerate(SHAPES):
@@ -292,7 +273,7 @@ def test_cuda_cast_with_partials():
         cast = make_cast(rt, "float8_e4m3")
         q = allocate(rt, shape, cast)
         partials, sums = rt.tensor(parts), rt.empty((shape[1],), dtypes.float32)
-        cast_with_partials(rt, placed(rt, x), cast, q, partials.ptr, parts.size, sums)
+        run_cast(rt, placed(rt, x), cast, q, (partials.ptr, parts.size), sums)
         scale = ref.scale_of(ref.amax(x), "float8_e4m3", 0.0, False)
         check_storage(rt, q, ref.cast(x, scale, "float8_e4m3"), (True, True), scale)
         exact = x.astype(np.float64)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from te_core import dtypes, ops
-from te_core.ops.quantize import QuantizeSpec
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
@@ -201,17 +200,3 @@ def test_cuda_any_bits():
             for tiled in (False, True):
                 cast = make_cast(fp8, tiled, power_of_two=i == 0)
                 check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
-
-
-@requires_cuda
-def test_cuda_kernel_families():
-    """The plan names the kernel that runs."""
-    rt = cuda_runtime()
-
-    def family(tiled, rowwise, columnwise, sums=None):
-        cast = make_cast("float8_e4m3", tiled, (rowwise, columnwise))
-        return rt.backend.plan_quantize_block(rt, QuantizeSpec((128, 256), dtypes.bfloat16, cast.key, sums)).family
-
-    assert family(False, True, True) == "quantize_block_1x128_both"
-    assert family(False, False, True, dtypes.bfloat16) == "quantize_block_1x128_columnwise_sums"
-    assert family(True, True, False) == "quantize_block_128x128_rowwise"

@@ -7,8 +7,6 @@ import pytest
 
 from te_core import dtypes, ops
 from te_core.errors import ArgumentError
-from te_core.ops.quantize import QuantizeSpec
-from te_core.ops.swizzle import SwizzleSpec
 from te_core.quantized import Cast, Copy, Format, QuantizedTensor
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
@@ -213,20 +211,3 @@ def test_cuda_more_rows_than_a_grid_has():
         values_back = rt.numpy(ops.dequantize(rt, q, dtypes.float32, columnwise=columnwise))
         exact = ref.dequantize(expected, scales, "float8_e4m3", columnwise)[: x[tail].shape[0], :1]
         np.testing.assert_array_equal(values_back[tail], exact.astype(np.float32))
-
-
-@requires_cuda
-def test_cuda_kernel_families():
-    """The plan names the kernel that runs."""
-    rt = cuda_runtime()
-
-    def family(orientation, tiled=False, sums=None):
-        key = make_cast("float8_e4m3", orientation, tiled).key
-        return rt.backend.plan_quantize_mxfp8(rt, QuantizeSpec((128, 256), dtypes.bfloat16, key, sums)).family
-
-    assert family((True, False)) == "quantize_mxfp8_rows"
-    assert family((False, True)) == "quantize_mxfp8_columns"
-    assert family((True, True), True) == "quantize_mxfp8_tiled_rows_columns"
-    assert family((True, True), sums=dtypes.float32) == "quantize_mxfp8_rows_columns_sums"
-    assert rt.backend.plan_swizzle_scales(rt, SwizzleSpec((128, 4), False)).family == "swizzle_scales"
-    assert rt.backend.plan_swizzle_scales(rt, SwizzleSpec((4, 128), True)).family == "swizzle_scales_transposed"

@@ -190,11 +190,10 @@ def test_in_place_and_repeatable(rt: Runtime) -> None:
 def test_cuda_equals_cpu(dtype: str) -> None:
     """Within a unit in the last place; both ways of holding a row."""
     rng, cuda, cpu = np.random.default_rng(11), cuda_runtime(), Runtime.cpu()
-    for cols, family in ((1024, "held"), (40000, "streamed")):
+    for cols in (1024, 40000):
         x = (rng.standard_normal((1, 2, 3, cols)) * 3).astype(numpy_dtype(dtype))
         ours, theirs = (rt.numpy(ops.softmax_forward(rt, placed(rt, x), scale=0.5)[0]) for rt in (cuda, cpu))
         close(ours, theirs.astype(np.float64), dtype, 2 * np.abs(theirs.astype(np.float64)))
-        assert any(getattr(p, "family", "") == f"softmax_forward_{family}" for p in cuda.plans.values())
 
 
 def test_every_row_has_a_team() -> None:
@@ -222,7 +221,7 @@ def test_arguments(rt: Runtime) -> None:
         ("cu_seqlens_kv", {"cu_seqlens_q": cu, "cu_seqlens_kv": rt.tensor(np.zeros(2, np.int32))}),
         ("sink", {"sink": rt.tensor(np.zeros(2, np.float32))}),
         ("window", {"band": Band(-2, 0)}),
-        ("like x", {"out": rt.tensor(np.zeros((2, 3, 4, 8), np.float16))}),
+        ("out = .*float16", {"out": rt.tensor(np.zeros((2, 3, 4, 8), np.float16))}),
     ]:
         with pytest.raises(ArgumentError, match=message):
             ops.softmax_forward(rt, x, **wrong)

@@ -17,7 +17,6 @@ from te_core.runtime import HostAllocator, Runtime
 from te_core.tape import taped
 from te_core.tape.beside import Beside, Noticed, Waited
 from te_core.tape.bound import Bound
-from te_core.tape.layout import in_one_block
 from te_core.tape.recorder import record
 from te_core.tape.tape import Drop, Take, Tape
 from te_core.tape.taped import Taped
@@ -251,32 +250,6 @@ def test_memory_for_a_side_is_taken_before_the_side_waits(make: Make) -> None:
     (take,) = [i for i, step in enumerate(tape.steps) if isinstance(step, Take) and step.slot == written]
     assert take < wait and tape.slots[written].nbytes == 2 * SHAPE[0] * SHAPE[1]
     assert [slot.name for slot in tape.slots].count("temporaries") == 1, "the others do share one"
-
-
-@pytest.mark.parametrize("function", [several, untold, into_memory_of_the_call])
-def test_in_one_block(make: Make, function: Any) -> None:
-    """Sides wait for it before all else; what they use lies where nothing else ever lies; it is recorded with them."""
-    machine = make()
-    plain = recorded(machine.runtime(), function)
-    tape = in_one_block(plain)
-    ways = {step.way for step in plain.steps if isinstance(step, Beside)}
-    work = next(i for i, step in enumerate(tape.steps) if not isinstance(step, (Take, Waited)))
-    begins = tape.steps[:work]
-    assert isinstance(begins[0], Take) and {(s.way, s.other) for s in begins if isinstance(s, Waited)} >= {
-        (way, ()) for way in ways
-    }
-    block = len(tape.slots) - 1
-    steps = [step for step in tape.steps if isinstance(step, Beside)]
-    places = {p.offset for step in steps for p in step.patches if p.slot == block}
-    others = {p.offset for step in tape.steps if step not in steps for p in step.patches if p.slot == block}
-    size = 2 * SHAPE[0] * SHAPE[1]
-    assert places and all(p == q or abs(p - q) >= size for p in places for q in others | places)
-    noticed = {step.way for step in tape.steps if isinstance(step, Noticed) and block in slots_of(step)}
-    assert noticed >= {step.way for step in steps if block in slots_of(step)}
-    rt = machine.runtime()
-    given = [tensor(rt, SHAPE, BF16) for _ in range(2)]
-    tape.replay(rt, [t.ptr for t in given], [*given], [])
-    assert not machine.faults
 
 
 def stranger(other: Runtime, rt: Runtime, x: Tensor, y: Tensor, *, spec: Any) -> Tensor:

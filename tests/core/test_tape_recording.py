@@ -19,11 +19,10 @@ from te_core.backends.cuda import gemm_run
 from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels import loader
 from te_core.plan_cache import PlanCache
-from te_core.runtime import ByteAllocator, Runtime
+from te_core.runtime import Runtime
 from te_core.tape import taped
-from te_core.tape.layout import in_one_block
 from te_core.tape.recorder import Owner, Recorder, record
-from te_core.tape.tape import Take, Tape
+from te_core.tape.tape import Tape
 from te_core.tape.taped import FAILED, Taped
 from te_core.tape.walk import NotRecordedError
 from tests.core.covering_lists import covering_lists
@@ -194,42 +193,6 @@ def test_a_tape_knows_its_peak(make: Make, build: Any) -> None:
     done = run(machine, rt, tapes, build, "first")
     for tape, found in zip(taped.tapes(), done, strict=True):
         assert found.peak == tape.peak if not tape.released else found.peak <= tape.peak
-
-
-@covering_lists(each_build, pytest.mark.parametrize("alignment", [16, 256]))
-def test_a_tape_laid_out_as_one_block(make: Make, monkeypatch: pytest.MonkeyPatch, build: Any, alignment: int) -> None:
-    """For a host that must know the size beforehand: the same steps, results apart, temporaries beside one another,
-    with no more alignment than the allocator promises; and the plans that steps point at."""
-    apart: list[Tape] = []
-
-    def one_block(*call: Any) -> Tape:
-        apart.append(record(*call))
-        return in_one_block(apart[-1])
-
-    monkeypatch.setattr(taped, "record", one_block)
-    machine, tapes = make(), Tapes()
-    machine.arena.grain, driver = alignment, machine.driver
-    if alignment == 16:  # what one that says nothing promises
-        machine.allocator = lambda device: ByteAllocator(device, partial(driver.allocate, 0), partial(driver.free, 0))
-    rt = machine.runtime()
-    for _ in range(2):
-        one = run(machine, rt, tapes, build, "never")
-    alike(one, run(machine, rt, tapes, build, "first"))
-    for tape, before in zip(taped.tapes(), apart, strict=True):
-        taken = [step.slot for step in tape.steps if isinstance(step, Take)]
-        assert set(taken) - tape.kept <= {len(tape.slots) - 1} and len(taken) == len(set(taken))
-        sizes = [-(-max(before.slots[take.slot].nbytes, 1) // 512) * 512 for take in before.takes]
-        assert before.peak <= tape.peak <= sum(sizes) and tape.keeps == before.keeps != ()
-    assert not machine.faults
-
-
-def test_one_block_on_the_host() -> None:
-    """Whose memory lies anywhere: each replay would be refused if the block had to lie on a boundary."""
-    rt = Runtime.cpu()
-    call = MLP("current", activation="swiglu")(rt).forward
-    tape = in_one_block(recorded(rt, call))
-    (block,) = (take for take in tape.takes if take.slot not in tape.kept)
-    assert tape.slots[block.slot].name == "temporaries" and not block.mask
 
 
 # -------------------------------------------------------------------------------------------------- captures

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import F32, CpuPlan, Executor, row_blocks, scratch
+from te_core.backends.cpu.executor import F32, Executor, row_blocks, scratch
 from te_core.backends.cpu.quantize import deliver, store_column_sum
 from te_core.runtime import Runtime
 
@@ -24,36 +24,17 @@ Array = np.ndarray[Any, Any]
 
 #: z(x) = linear * x + cubic * x^3
 _SIGMOID_OF = {"gelu": (2 * 0.7978845608, 2 * 0.7978845608 * 0.044715), "qgelu": (1.702, 0.0), "silu": (1.0, 0.0)}
-_PLAIN_OF = {
-    "geglu": "gelu",
-    "glu": "sigmoid",
-    "qgeglu": "qgelu",
-    "reglu": "relu",
-    "sreglu": "srelu",
-    "swiglu": "silu",
-    "clamped_swiglu": "clamped",
-}
 # gelu' is exactly 0 or 1 in float32 well before this, and x^2 does not overflow up to here.
 _FLAT = 1e4
 
 
-def plan_activation_forward(rt: Runtime, spec: ActivationSpec) -> CpuPlan:
-    """The plan of `activation_forward`."""
-    return CpuPlan(spec)
-
-
-def plan_activation_backward(rt: Runtime, spec: ActivationSpec) -> CpuPlan:
-    """The plan of `activation_backward`."""
-    return CpuPlan(spec)
-
-
 @np.errstate(all="ignore")
-def activation_forward(rt: Runtime, plan: CpuPlan, operands: ActivationOperands) -> None:
+def activation_forward(rt: Runtime, spec: ActivationSpec, operands: ActivationOperands) -> None:
     """y = act(x), or act(a) * b for x = (a | b); then the cast."""
     x, _, y, cast, q, _ = operands
-    ex, source, kind = scratch(rt), x.numpy(), plan.spec.kind
-    gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
-    limit, alpha, offset = plan.spec.clamp
+    ex, source = scratch(rt), x.numpy()
+    gated, plain = spec.gated, spec.plain
+    limit, alpha, offset = spec.clamp
     m, n = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     result = y.numpy() if y is not None else np.empty((m, n), x.dtype.numpy)
     for block in row_blocks(m, n):
@@ -73,13 +54,13 @@ def activation_forward(rt: Runtime, plan: CpuPlan, operands: ActivationOperands)
 
 
 @np.errstate(all="ignore")
-def activation_backward(rt: Runtime, plan: CpuPlan, operands: ActivationOperands) -> None:
+def activation_backward(rt: Runtime, spec: ActivationSpec, operands: ActivationOperands) -> None:
     """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)); then its column sums and the cast."""
     x, dy, dx, cast, q, column_sum = operands
     assert dy is not None
-    ex, source, gradient, kind = scratch(rt), x.numpy(), dy.numpy(), plan.spec.kind
-    gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
-    limit, alpha, offset = plan.spec.clamp
+    ex, source, gradient = scratch(rt), x.numpy(), dy.numpy()
+    gated, plain = spec.gated, spec.plain
+    limit, alpha, offset = spec.clamp
     m, n = dy.shape
     result = dx.numpy() if dx is not None else np.empty(x.shape, x.dtype.numpy)
     for block in row_blocks(m, n):

@@ -11,29 +11,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.attention_scores import Part, Problem, Tile, clear, folded, load, product, store
-from te_core.backends.cpu.executor import F32, CpuPlan, scratch
+from te_core.backends.cpu.attention_scores import (
+    Part,
+    Planned,
+    Problem,
+    Tile,
+    clear,
+    folded,
+    load,
+    planned,
+    product,
+    store,
+)
+from te_core.backends.cpu.executor import F32, scratch
 from te_core.runtime import Runtime
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands
+    from te_core.ops.attention import BackwardOperands, ForwardOperands
 
 
-def plan_attention_forward(rt: Runtime, asked: Asked) -> CpuPlan:
-    """The plan of `attention_forward`."""
-    return CpuPlan((asked.spec, asked.size))
-
-
-def plan_attention_backward(rt: Runtime, asked: Asked) -> CpuPlan:
-    """The plan of `attention_backward`."""
-    return CpuPlan((asked.spec, asked.size))
+plan_attention_forward = plan_attention_backward = planned
 
 
 @np.errstate(all="ignore")
-def attention_forward(rt: Runtime, plan: CpuPlan, operands: ForwardOperands) -> None:
+def attention_forward(rt: Runtime, plan: Planned, operands: ForwardOperands) -> None:
     """out = dropout(P) v, with the logs of the sums and the largest scores."""
     q, k, v, terms, out, stats, max_logit = operands
-    ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
+    ex, problem = scratch(rt), Problem(plan, terms, q, k)
     if problem.spec.padded:
         clear(out)
     if stats is not None:
@@ -60,10 +64,10 @@ def attention_forward(rt: Runtime, plan: CpuPlan, operands: ForwardOperands) -> 
 
 
 @np.errstate(all="ignore")
-def attention_backward(rt: Runtime, plan: CpuPlan, operands: BackwardOperands) -> None:
+def attention_backward(rt: Runtime, plan: Planned, operands: BackwardOperands) -> None:
     """The gradients through the weights, which are worked out again from the statistics."""
     dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = operands
-    ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
+    ex, problem = scratch(rt), Problem(plan, terms, q, k)
     scale = np.float32(problem.spec.scale)
     if problem.spec.padded:
         clear(dq, dk, dv)

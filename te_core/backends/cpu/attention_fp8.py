@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.attention_scores import Array, Problem, clear, folded, load, product, store
-from te_core.backends.cpu.executor import F32, CpuPlan, Executor, scratch
+from te_core.backends.cpu.attention_scores import Array, Planned, Problem, clear, folded, load, planned, product, store
+from te_core.backends.cpu.executor import F32, Executor, scratch
 from te_core.dtypes import DType
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Asked
     from te_core.ops.attention_fp8 import Fp8BackwardOperands, Fp8ForwardOperands, Scaled
 
 
@@ -32,21 +31,14 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
             place.numpy()[0] = pair[1]
 
 
-def plan_attention_fp8_forward(rt: Runtime, asked: Asked) -> CpuPlan:
-    """The plan of `attention_fp8_forward`."""
-    return CpuPlan((asked.spec, asked.size))
-
-
-def plan_attention_fp8_backward(rt: Runtime, asked: Asked) -> CpuPlan:
-    """The plan of `attention_fp8_backward`."""
-    return CpuPlan((asked.spec, asked.size))
+plan_attention_fp8_forward = plan_attention_fp8_backward = planned
 
 
 @np.errstate(all="ignore")
-def attention_fp8_forward(rt: Runtime, plan: CpuPlan, operands: Fp8ForwardOperands) -> None:
+def attention_fp8_forward(rt: Runtime, plan: Planned, operands: Fp8ForwardOperands) -> None:
     """out = dropout(P in FP8) v."""
     q, k, v, terms, scales, out, stats = operands
-    ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
+    ex, problem = scratch(rt), Problem(plan, terms, q, k)
     if problem.spec.padded:
         clear(out)
     if stats is not None:
@@ -70,10 +62,10 @@ def attention_fp8_forward(rt: Runtime, plan: CpuPlan, operands: Fp8ForwardOperan
 
 
 @np.errstate(all="ignore")
-def attention_fp8_backward(rt: Runtime, plan: CpuPlan, operands: Fp8BackwardOperands) -> None:
+def attention_fp8_backward(rt: Runtime, plan: Planned, operands: Fp8BackwardOperands) -> None:
     """Gradients by P in FP8 for dv, and dS in FP8 for dq and dk; D is summed from the output as it came."""
     dy, q, k, v, out, stats, terms, scales, dq, dk, dv = operands
-    ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
+    ex, problem = scratch(rt), Problem(plan, terms, q, k)
     scale = np.float32(problem.spec.scale)
     if problem.spec.padded:
         clear(dq, dk, dv)

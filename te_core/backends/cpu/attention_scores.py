@@ -9,6 +9,7 @@ of them can see, about TILE scores: they stay in the core's own cache for the pa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,9 +21,11 @@ from te_core.backends.cpu import codec
 from te_core.backends.cpu.elementwise import philox_words
 from te_core.backends.cpu.executor import F32, Executor
 from te_core.errors import ArgumentError
+from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from te_core.ops.attention import Asked
     from te_core.ops.attention_terms import Terms
 
 Array = np.ndarray[Any, Any]
@@ -35,6 +38,19 @@ TILE = 1 << 17
 #: each time (measured, forward and backward: 750 ms against 20 ms).
 ALONE = 1 << 18
 _NEVER = np.float32(-np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What an attention depends on besides its tensors: there is nothing to choose on a CPU."""
+
+    spec: AttentionSpec
+    size: Sizes
+
+
+def planned(rt: Runtime, asked: Asked) -> Planned:
+    """The plan of an attention, forward or backward, FP8 or not."""
+    return Planned(asked.spec, asked.size)
 
 
 class Part(NamedTuple):
@@ -63,8 +79,8 @@ class Problem:
     spec: AttentionSpec
     size: Sizes
 
-    def __init__(self, planned: tuple[AttentionSpec, Sizes], terms: Terms, q: Tensor, k: Tensor) -> None:
-        self.spec, self.size = spec, size = planned
+    def __init__(self, plan: Planned, terms: Terms, q: Tensor, k: Tensor) -> None:
+        self.spec, self.size = spec, size = plan.spec, plan.size
         self.mask = None if terms.mask is None else terms.mask.numpy() != 0
         self.bias = None if terms.bias is None else terms.bias.numpy().astype(np.float32)
         self.rng = None if terms.rng is None else terms.rng.numpy()

@@ -1,4 +1,4 @@
-"""What a run of the CPU backend writes into, and the plan it runs by.
+"""What a run of the CPU backend writes into.
 
 Every operation walks its matrices in blocks of rows of about CHUNK elements, decoded to float32 in scratch
 memory: the several NumPy passes over a block then stay in the core's own cache instead of each going to main
@@ -8,10 +8,8 @@ memory. The scratch belongs to an executor, one per (thread, runtime), so thread
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from threading import local
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +23,6 @@ F32 = npt.NDArray[np.float32]
 CHUNK = 1 << 14
 #: The largest scratch block (in elements) that outlives its call; a larger one is given back at once.
 KEEP = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class CpuPlan:
-    """What a run depends on. There is nothing to choose on a CPU: the plan is its own description."""
-
-    spec: Any
-    family: str = "cpu"
 
 
 class Executor:

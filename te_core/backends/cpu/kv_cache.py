@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from te_core.backends.cpu.executor import CpuPlan
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -17,22 +16,14 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-def plan_kv_append(rt: Runtime, spec: KVAppendSpec | KVMoveSpec | KVGatherSpec) -> CpuPlan:
-    """Nothing to choose."""
-    return CpuPlan(spec)
-
-
-plan_kv_move = plan_kv_gather = plan_kv_append
-
-
 def kv_append(
-    rt: Runtime, plan: CpuPlan, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor
+    rt: Runtime, spec: KVAppendSpec, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor
 ) -> None:
     """Copy each sequence's new tokens to its end."""
     first, last = cu_new.numpy(), cu_cached.numpy()
     for new, old in ((new_k.numpy(), cache.k.numpy()), (new_v.numpy(), cache.v.numpy())):
         for row in range(len(first) - 1):
-            tokens = _tokens(new, plan.spec.form, row, int(first[row]), int(first[row + 1]))
+            tokens = _tokens(new, spec.form, row, int(first[row]), int(first[row + 1]))
             begin = int(last[row + 1] - last[row]) - int(first[row + 1] - first[row])
             position = np.arange(begin, begin + len(tokens))
             where, inside = _places(cache, row, position)
@@ -60,22 +51,22 @@ def _places(cache: KVCache, row: int, position: Array) -> tuple[Array, Array]:
     return (page * size + position % size)[exists], inside
 
 
-def kv_move(rt: Runtime, plan: CpuPlan, cache: KVCache, moves: Tensor) -> None:
+def kv_move(rt: Runtime, spec: KVMoveSpec, cache: KVCache, moves: Tensor) -> None:
     """Copy row after row."""
     for store in (cache.k.numpy(), cache.v.numpy()):
         spare = np.empty(store.shape[1:], store.dtype)
         for to, source, tokens in moves.numpy():
             if max(to, source) >= cache.rows:
                 continue
-            n = min(tokens, plan.spec.longest)
+            n = min(tokens, spec.longest)
             (spare if to < 0 else store[to])[:n] = (spare if source < 0 else store[source])[:n]
 
 
-def kv_gather(rt: Runtime, plan: CpuPlan, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
+def kv_gather(rt: Runtime, spec: KVGatherSpec, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
     """Copy the tokens of each sequence from its pages."""
     lengths = np.diff(cu_cached.numpy())
     for old, out in ((cache.k.numpy(), k.numpy()), (cache.v.numpy(), v.numpy())):
         out[...] = 0
-        for row in range(plan.spec.sequences):
+        for row in range(spec.sequences):
             where, inside = _places(cache, row, np.arange(lengths[row]))
             out[row, np.nonzero(inside)[0]] = old.reshape(-1, *old.shape[2:])[where]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import F32, CpuPlan, row_blocks, scratch
+from te_core.backends.cpu.executor import F32, row_blocks, scratch
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -15,18 +15,8 @@ if TYPE_CHECKING:
     from te_core.ops.l2_norm import L2NormOpSpec
 
 
-def plan_l2_norm_forward(rt: Runtime, spec: L2NormOpSpec) -> CpuPlan:
-    """The plan of `l2_norm_forward`."""
-    return CpuPlan(spec)
-
-
-def plan_l2_norm_backward(rt: Runtime, spec: L2NormOpSpec) -> CpuPlan:
-    """The plan of `l2_norm_backward`."""
-    return CpuPlan(spec)
-
-
 @np.errstate(all="ignore")
-def l2_norm_forward(rt: Runtime, plan: CpuPlan, x: Tensor, y: Tensor, eps: float) -> None:
+def l2_norm_forward(rt: Runtime, spec: L2NormOpSpec, x: Tensor, y: Tensor, eps: float) -> None:
     """y = x / sqrt(sum(x^2) + eps)."""
     ex, source, target, (m, n) = scratch(rt), x.numpy(), y.numpy(), x.shape
     for block in row_blocks(m, n):
@@ -36,7 +26,7 @@ def l2_norm_forward(rt: Runtime, plan: CpuPlan, x: Tensor, y: Tensor, eps: float
 
 
 @np.errstate(all="ignore")
-def l2_norm_backward(rt: Runtime, plan: CpuPlan, dy: Tensor, x: Tensor, dx: Tensor, eps: float) -> None:
+def l2_norm_backward(rt: Runtime, spec: L2NormOpSpec, dy: Tensor, x: Tensor, dx: Tensor, eps: float) -> None:
     """dx = r * (dy - x * r^2 * sum(dy * x))."""
     ex, source, gradient, target, (m, n) = scratch(rt), x.numpy(), dy.numpy(), dx.numpy(), x.shape
     for block in row_blocks(m, n):

@@ -8,7 +8,7 @@ import numpy as np
 
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.elementwise import bias_dropout_add
-from te_core.backends.cpu.executor import F32, CpuPlan, Executor, row_blocks, scratch
+from te_core.backends.cpu.executor import F32, Executor, row_blocks, scratch
 from te_core.backends.cpu.quantize import deliver
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -17,26 +17,16 @@ if TYPE_CHECKING:
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
 
 
-def plan_norm_forward(rt: Runtime, spec: NormOpSpec) -> CpuPlan:
-    """The plan of `norm_forward`."""
-    return CpuPlan(spec)
-
-
-def plan_norm_backward(rt: Runtime, spec: NormOpSpec) -> CpuPlan:
-    """The plan of `norm_backward`."""
-    return CpuPlan(spec)
-
-
 @np.errstate(all="ignore")
-def norm_forward(rt: Runtime, plan: CpuPlan, operands: NormOperands) -> None:
+def norm_forward(rt: Runtime, spec: NormOpSpec, operands: NormOperands) -> None:
     """y = normalised x * g + beta, with its statistics; then the cast. With a branch, x is its sum."""
     x, gamma, beta, y, cast, q, mean, rstd, eps, branch = operands
     if branch is not None:
         bias_dropout_add(rt, x, branch.bias, branch.residual, branch.sum, branch.p, branch.rng, branch.site)
         x = branch.sum
     ex, source, (m, n) = scratch(rt), x.numpy(), x.shape
-    factor, offset = _gain(gamma, plan.spec.zero_centered), None if beta is None else beta.numpy().astype(np.float32)
-    result = y.numpy() if y is not None else np.empty((m, n), plan.spec.out.numpy)
+    factor, offset = _gain(gamma, spec.zero_centered), None if beta is None else beta.numpy().astype(np.float32)
+    result = y.numpy() if y is not None else np.empty((m, n), spec.out.numpy)
     means, rstds = None if mean is None else mean.numpy(), rstd.numpy()
     for block in row_blocks(m, n):
         v = codec.decode(ex, source[block], ex.floats("norm x", block.stop - block.start, n))
@@ -60,11 +50,11 @@ def norm_forward(rt: Runtime, plan: CpuPlan, operands: NormOperands) -> None:
 
 
 @np.errstate(all="ignore")
-def norm_backward(rt: Runtime, plan: CpuPlan, operands: NormGradients) -> None:
+def norm_backward(rt: Runtime, spec: NormOpSpec, operands: NormGradients) -> None:
     """dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) + add, w = dy * g (RMSNorm: no mean(w)); dgamma, dbeta."""
     dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta = operands
     ex, source, gradient, target, (m, n) = scratch(rt), x.numpy(), dy.numpy(), dx.numpy(), x.shape
-    factor = _gain(gamma, plan.spec.zero_centered)
+    factor = _gain(gamma, spec.zero_centered)
     means, rstds = None if mean is None else mean.numpy(), rstd.numpy()
     gamma_sum, beta_sum = np.zeros(n, np.float64), np.zeros(n, np.float64)
     for block in row_blocks(m, n):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from te_core.backends.cpu.executor import CpuPlan
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -14,14 +13,8 @@ if TYPE_CHECKING:
     from te_core.ops.padding_order import PaddingOrderSpec
 
 
-def plan_padding_order(rt: Runtime, spec: PaddingOrderSpec) -> CpuPlan:
-    """Nothing to choose."""
-    return CpuPlan(spec)
-
-
-def padding_order(rt: Runtime, plan: CpuPlan, mask: Tensor, there: Tensor, again: Tensor, cu: Tensor) -> None:
+def padding_order(rt: Runtime, spec: PaddingOrderSpec, mask: Tensor, there: Tensor, again: Tensor, cu: Tensor) -> None:
     """Tokens first."""
-    spec: PaddingOrderSpec = plan.spec
     hidden = mask.numpy().reshape(spec.rows, spec.length) != 0
     sums = cu.numpy()
     sums[0] = 0

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from te_core import dtypes
-from te_core.backends.cpu.executor import CpuPlan
 from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -20,25 +19,17 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-def plan_row_map(rt: Runtime, spec: RowMapSpec | PermuteSpec) -> CpuPlan:
-    """Nothing to choose."""
-    return CpuPlan(spec)
-
-
-plan_permute = plan_unpermute = plan_unpermute_backward = plan_row_map
-
-
 # ---------------------------------------------------------------------------------------------------- maps
 
 
-def row_map(rt: Runtime, plan: CpuPlan, source: Tensor, beside: Tensor | None, out: Tensor, rows: int) -> None:
+def row_map(rt: Runtime, spec: RowMapSpec, source: Tensor, beside: Tensor | None, out: Tensor, rows: int) -> None:
     """Number the entries; `beside` are the order of chunks, or the starts that a mask's map shall give."""
-    if plan.spec.kind == "mask":
+    if spec.kind == "mask":
         routed = source.numpy() != 0
         out.numpy()[...] = _mask_map(routed)
         if beside is not None:
             beside.numpy()[...] = np.concatenate(([0], np.cumsum(routed.sum(0))))
-    elif plan.spec.kind == "index":
+    elif spec.kind == "index":
         ids = source.numpy()
         places = np.empty(ids.size, np.int64)
         places[np.argsort(ids.reshape(-1), kind="stable")] = np.arange(ids.size)
@@ -105,13 +96,13 @@ def _bytes(t: Tensor) -> Array:
     return found
 
 
-def permute(rt: Runtime, plan: CpuPlan, operands: Operands, out: Tensor, row_probs: Tensor | None) -> None:
+def permute(rt: Runtime, spec: PermuteSpec, operands: Operands, out: Tensor, row_probs: Tensor | None) -> None:
     """Copy rows; what no token goes to is zeros."""
     x, moved = _bytes(operands.x), _bytes(out)
     moved[...] = 0
     if row_probs is not None:
         row_probs.numpy()[...] = 0
-    for token, row, choice in _copies(plan.spec, operands):
+    for token, row, choice in _copies(spec, operands):
         moved[row] = x[token]
         if row_probs is not None and operands.probs is not None:
             prob = operands.probs.numpy()[token, choice]
@@ -120,10 +111,9 @@ def permute(rt: Runtime, plan: CpuPlan, operands: Operands, out: Tensor, row_pro
 
 
 def unpermute(
-    rt: Runtime, plan: CpuPlan, operands: Operands, row_probs: Tensor | None, out: Tensor, probs: Tensor | None
+    rt: Runtime, spec: PermuteSpec, operands: Operands, row_probs: Tensor | None, out: Tensor, probs: Tensor | None
 ) -> None:
     """Add up rows, the copies of a token one after the other, each sum rounded once."""
-    spec = plan.spec
     x, given = operands.x.numpy(), None if operands.probs is None else operands.probs.numpy()
     in_values = spec.mode == "weighted" and not spec.masked
     kind = x.dtype if in_values else np.dtype(np.float32)
@@ -166,10 +156,10 @@ def _rounded(value: Array, kind: Any) -> Array:
 
 
 def unpermute_backward(
-    rt: Runtime, plan: CpuPlan, dy: Tensor, operands: Operands, dx: Tensor, d_weights: Tensor
+    rt: Runtime, spec: PermuteSpec, dy: Tensor, operands: Operands, dx: Tensor, d_weights: Tensor
 ) -> None:
     """Weighted gradients to all places, zeros elsewhere; and the weights' own."""
-    spec, weights = plan.spec, operands.probs
+    weights = operands.probs
     x, gradient = operands.x.numpy(), dy.numpy().astype(np.float32)
     moved, found = dx.numpy(), d_weights.numpy()
     moved[...] = 0

@@ -13,13 +13,13 @@ import numpy as np
 
 from te_core import dtypes
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import F32, CpuPlan, Executor, row_blocks, scratch
+from te_core.backends.cpu.executor import F32, Executor, row_blocks, scratch
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.quantize import QuantizeSpec, ScalingState
+    from te_core.ops.quantize import ScalingState
 
 Array = np.ndarray[Any, Any]
 _FLT_MAX = np.finfo(np.float32).max
@@ -28,14 +28,7 @@ _ONE = np.float32(1)
 _WORTH_A_TABLE = 1 << 17
 
 
-def plan_quantize(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
-    """The plan of `quantize`."""
-    return CpuPlan(spec)
-
-
-def quantize(
-    rt: Runtime, plan: CpuPlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
-) -> None:
+def quantize(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     ex, values = scratch(rt), x.numpy()
     if column_sum is not None:

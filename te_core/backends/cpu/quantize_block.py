@@ -12,21 +12,18 @@ its rows and along its columns, and its float32 values (64 KiB) stay in the core
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import F32, CpuPlan, Executor, scratch
+from te_core.backends.cpu.executor import F32, Executor, scratch
 from te_core.backends.cpu.quantize import store_column_sum
 from te_core.dtypes import DType
 from te_core.quantized import BLOCK, Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from te_core.ops.quantize import QuantizeSpec
 
 Array = np.ndarray[Any, Any]
 Bits = npt.NDArray[np.uint32]
@@ -37,15 +34,8 @@ _ONE = np.float32(1)
 _INFINITY = np.uint32(0x7F800000)
 
 
-def plan_quantize_block(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
-    """The plan of `quantize_block`."""
-    return CpuPlan(spec)
-
-
 @np.errstate(all="ignore")
-def quantize_block(
-    rt: Runtime, plan: CpuPlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
-) -> None:
+def quantize_block(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     ex, values = scratch(rt), x.numpy()
     if column_sum is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from te_core.backends.cpu.executor import CpuPlan
 from te_core.backends.cpu.quantize import quantize
 from te_core.backends.cpu.quantize_block import quantize_block
 from te_core.quantized import Cast, QuantizedTensor
@@ -13,23 +12,18 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.quantize import QuantizeSpec
-
-
-def plan_quantize_grouped(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
-    """The plan of `quantize_grouped`."""
-    return CpuPlan(spec)
+    from te_core.ops.quantize_grouped import GroupedSpec
 
 
 def quantize_grouped(
     rt: Runtime,
-    plan: CpuPlan,
+    spec: GroupedSpec,
     parts: Sequence[Tensor],
     casts: Sequence[Cast],
     outs: Sequence[QuantizedTensor],
     column_sums: Sequence[Tensor] | None,
 ) -> None:
     """Quantize each matrix as its cast says."""
-    one = quantize_block if casts[0].format.scaling == "block" else quantize
+    one = quantize_block if spec.cast.format.scaling == "block" else quantize
     for i, (part, cast, out) in enumerate(zip(parts, casts, outs, strict=True)):
-        one(rt, plan, part, cast, out, None if column_sums is None else column_sums[i])
+        one(rt, part, cast, out, None if column_sums is None else column_sums[i])

@@ -14,21 +14,17 @@ The rest of the scale tensors, beyond the padded matrix, is 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import CHUNK, F32, CpuPlan, Executor, scratch
+from te_core.backends.cpu.executor import CHUNK, F32, Executor, scratch
 from te_core.backends.cpu.quantize import store_column_sum
 from te_core.quantized import BLOCK, Cast, QuantizedTensor, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from te_core.ops.quantize import QuantizeSpec
-    from te_core.ops.swizzle import SwizzleSpec
 
 Array = np.ndarray[Any, Any]
 Codes = npt.NDArray[np.uint8]
@@ -49,15 +45,8 @@ _SCALE = np.where(_CODES < 255, _powers(_CODES), np.float32(np.nan))
 _INVERSE = np.where(_CODES < 255, _powers(np.maximum(254 - _CODES, 0)), np.float32(np.nan))
 
 
-def plan_quantize_mxfp8(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
-    """The plan of `quantize_mxfp8`."""
-    return CpuPlan(spec)
-
-
 @np.errstate(all="ignore")
-def quantize_mxfp8(
-    rt: Runtime, plan: CpuPlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
-) -> None:
+def quantize_mxfp8(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     ex, values = scratch(rt), x.numpy()
     if column_sum is not None:
@@ -148,14 +137,9 @@ def _e8m0(amax: F32, limit: float) -> Codes:
 # ------------------------------------------------------------------------------------------------ swizzle
 
 
-def plan_swizzle_scales(rt: Runtime, spec: SwizzleSpec) -> CpuPlan:
-    """The plan of `swizzle_scales`."""
-    return CpuPlan(spec)
-
-
-def swizzle_scales(rt: Runtime, plan: CpuPlan, scale: Tensor, out: Tensor) -> None:
+def swizzle_scales(rt: Runtime, scale: Tensor, out: Tensor, transposed: bool) -> None:
     """Scales in the order in which cuBLASLt reads them."""
-    source = scale.numpy().T if plan.spec.transposed else scale.numpy()
+    source = scale.numpy().T if transposed else scale.numpy()
     rows, blocks = source.shape
     tiles = source.reshape(rows // 128, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4)
     out.numpy().reshape(tiles.shape)[...] = tiles

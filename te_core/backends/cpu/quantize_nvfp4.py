@@ -6,7 +6,7 @@ A copy is walked in strips of whole lines, 16 or a multiple: a strip has all tha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,14 +15,11 @@ import numpy.typing as npt
 from te_core import dtypes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.elementwise import philox_words
-from te_core.backends.cpu.executor import CHUNK, F32, CpuPlan, scratch
+from te_core.backends.cpu.executor import CHUNK, F32, scratch
 from te_core.backends.cpu.quantize import store_column_sum
 from te_core.quantized import BLOCK, Cast, Format, QuantizedTensor, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from te_core.ops.quantize import QuantizeSpec
 
 Array = np.ndarray[Any, Any]
 Codes = npt.NDArray[np.uint8]
@@ -39,15 +36,8 @@ _SIGNED_QUARTERS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -
 _COLUMNWISE_SITE = 0x40000000
 
 
-def plan_quantize_nvfp4(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
-    """The plan of `quantize_nvfp4`."""
-    return CpuPlan(spec)
-
-
 @np.errstate(all="ignore")
-def quantize_nvfp4(
-    rt: Runtime, plan: CpuPlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
-) -> None:
+def quantize_nvfp4(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     values = x.numpy()
     if column_sum is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from te_core.backends.cpu.executor import F32, CpuPlan, row_blocks
+from te_core.backends.cpu.executor import F32, row_blocks
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -20,22 +20,18 @@ Array = np.ndarray[Any, Any]
 _NOWHERE = -(2**62)
 
 
-def plan_rope(rt: Runtime, spec: RopeOpSpec) -> CpuPlan:
-    """The plan of `rope`."""
-    return CpuPlan(spec)
-
-
-def plan_rope_qkv(rt: Runtime, spec: RopeQkvOpSpec) -> CpuPlan:
-    """The plan of `rope_qkv` and of its backward."""
-    return CpuPlan(spec)
-
-
 @np.errstate(all="ignore")
 def rope(
-    rt: Runtime, plan: CpuPlan, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None, out: Tensor
+    rt: Runtime,
+    spec: RopeOpSpec,
+    t: Tensor,
+    freqs: Tensor,
+    cu_seqlens: Tensor | None,
+    starts: Tensor | None,
+    out: Tensor,
 ) -> None:
     """out = t turned (or turned back)."""
-    shape, turn = plan.spec.shape, plan.spec.turn
+    shape, turn = spec.shape, spec.turn
     heads = (prod(shape[:-2]), *shape[-2:])
     source, target = t.numpy().reshape(heads), out.numpy().reshape(heads)
     own, other, row = _table(freqs, _positions(shape, turn, cu_seqlens, starts), 1, turn)
@@ -46,7 +42,7 @@ def rope(
 @np.errstate(all="ignore")
 def rope_qkv(
     rt: Runtime,
-    plan: CpuPlan,
+    spec: RopeQkvOpSpec,
     packed: Tensor,
     parts: tuple[Tensor | None, ...],
     freqs: tuple[Tensor | None, ...],
@@ -54,9 +50,9 @@ def rope_qkv(
     starts: Tensor | None,
 ) -> None:
     """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
-    lead, turn, groups = plan.spec.lead, plan.spec.turn, plan.spec.split.groups
-    rows, per = prod(lead), plan.spec.split.heads // groups
-    slots = _slots(packed.numpy(), rows, plan.spec.split)
+    lead, turn, groups = spec.lead, spec.turn, spec.split.groups
+    rows, per = prod(lead), spec.split.heads // groups
+    slots = _slots(packed.numpy(), rows, spec.split)
     for part, slot, table, n in zip(parts, slots, (*freqs, None), (per, 1, 1), strict=True):
         if part is None:
             continue

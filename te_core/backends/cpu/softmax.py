@@ -7,35 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from te_core.backends.cpu.executor import CpuPlan, row_blocks
+from te_core.backends.cpu.executor import row_blocks
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.softmax import SoftmaxOpSpec
+    from te_core.ops.softmax import Band, SoftmaxOpSpec
 
 Array = np.ndarray[Any, Any]
 Pair = tuple[Tensor | None, Tensor | None]
 
 
-def plan_softmax_forward(rt: Runtime, spec: SoftmaxOpSpec) -> CpuPlan:
-    """The plan of `softmax_forward`."""
-    return CpuPlan(spec)
-
-
-def plan_softmax_backward(rt: Runtime, spec: SoftmaxOpSpec) -> CpuPlan:
-    """The plan of `softmax_backward`."""
-    return CpuPlan(spec)
-
-
 @np.errstate(all="ignore")
 def softmax_forward(
-    rt: Runtime, plan: CpuPlan, x: Tensor, mask: Tensor | None, lengths: Pair, sinks: Pair, out: Tensor, scale: float
+    rt: Runtime,
+    spec: SoftmaxOpSpec,
+    x: Tensor,
+    mask: Tensor | None,
+    lengths: Pair,
+    sinks: Pair,
+    out: Tensor,
+    scale: float,
 ) -> None:
     """out = softmax(scale * x) over what is seen; of `sinks` the second, the share, is written."""
     (sink, share), source, target = sinks, x.numpy(), out.numpy()
     hidden = None if mask is None else np.broadcast_to(mask.numpy(), x.shape)
-    for at, seen in _blocks(plan, x.shape, lengths):
+    for at, seen in _blocks(spec.band, x.shape, lengths):
         b, h, rows = at
         v = source[at].astype(np.float32) * np.float32(scale)
         v[~seen] = -np.inf
@@ -56,13 +53,13 @@ def softmax_forward(
 
 @np.errstate(all="ignore")
 def softmax_backward(
-    rt: Runtime, plan: CpuPlan, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float
+    rt: Runtime, spec: SoftmaxOpSpec, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float
 ) -> None:
     """dx = scale * y * (dy - sum(dy * y)); of `sinks`, (share, dsink), dsink = - sum of share * sum(dy * y)."""
     share, dsink = sinks
     weights, gradient, target = y.numpy(), dy.numpy(), dx.numpy()
     sums = np.zeros(y.shape[1], np.float64)
-    for at, seen in _blocks(plan, y.shape, lengths):
+    for at, seen in _blocks(spec.band, y.shape, lengths):
         b, h, rows = at
         p, g = (np.where(seen, t[at], 0).astype(np.float32) for t in (weights, gradient))
         along = (p * g).sum(axis=1, dtype=np.float64).astype(np.float32)
@@ -73,10 +70,9 @@ def softmax_backward(
         dsink.numpy()[...] = sums
 
 
-def _blocks(plan: CpuPlan, shape: tuple[int, ...], lengths: Pair) -> Iterator[tuple[tuple[int, int, slice], Array]]:
+def _blocks(band: Band, shape: tuple[int, ...], lengths: Pair) -> Iterator[tuple[tuple[int, int, slice], Array]]:
     """Index (batch, head, rows) and what those rows see by place and length, [rows, sk]."""
     batch, heads, sq, sk = shape
-    band = plan.spec.band
     column = np.arange(sk)
     for b in range(batch):
         len_q, len_kv = (

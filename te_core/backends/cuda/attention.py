@@ -19,6 +19,7 @@ from te_core.backends.cuda.attention_graph import CONSTANTS, Four, GraphSpec, La
 from te_core.backends.cuda.attention_plan import (
     Around,
     Frame,
+    Named,
     around,
     band_of,
     dense_like,
@@ -26,8 +27,8 @@ from te_core.backends.cuda.attention_plan import (
     graph_of,
     graph_spec,
     layouts,
-    picker,
     require,
+    run_graph,
     scratch_tensor,
     statistics_strides,
     sums,
@@ -61,10 +62,8 @@ class Slopes:
         batch, heads, rows, columns = self.shape
         bias = rt.empty(self.shape, dtypes.float32)
         cu_q, cu_kv, _, _ = sums(terms.lengths)
-        slopes = terms.slopes.ptr  # type: ignore[union-attr]
-        self.kernel(
-            rt, (rows, heads, batch), 128, slopes, bias.ptr, int(self.per_sequence), columns, cu_q, cu_kv, *self.fixed
-        )
+        sizes = (self.per_sequence, columns, cu_q, cu_kv, *self.fixed)
+        self.kernel(rt, (rows, heads, batch), 128, terms.slopes, bias, *sizes)
         return bias
 
 
@@ -75,12 +74,16 @@ class AttentionPlan:
     spec: AttentionSpec
     size: Sizes
     graph: cudnn.Graph | None  # None: nothing to attend to
-    pick: Any
     around: Around
     slopes: Slopes | None = None
     logits: Kernel | None = None
     stats: tuple[int, ...] = ()  # the shape of the statistics
     constants: tuple[int, ...] = ()  # the addresses of a soft-cap's
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The addresses of a soft-cap's numbers, as its graph calls them."""
+        return dict(zip(CONSTANTS, self.constants, strict=False))
 
     def explain(self) -> str:
         """What runs."""
@@ -102,13 +105,11 @@ class AttentionPlan:
 
 # ---------------------------------------------------------------------------------------------- forward
 
-#: The order in which a run lists addresses; what Around prepares follows (`sink` again: the zeros of "off-by-one").
-_FORWARD = ("q", "k", "v", "out", "stats", "sum_exp", "bias", "sink", "seed", "offset", "k_pages", "v_pages")
-
 
 def plan_attention_forward(rt: Runtime, asked: Asked) -> AttentionPlan:
     """Find or build the graph."""
-    spec, size, q, k, v, terms, stats, *_ = asked
+    spec, q, k, v, terms, stats, *_ = asked
+    size = asked.size
     paged = terms.pages is not None
     require(rt, "attention_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms)
     frame = frame_of(spec, size, terms, backward=False)
@@ -121,7 +122,7 @@ def plan_attention_forward(rt: Runtime, asked: Asked) -> AttentionPlan:
     near = around(rt, frame, found, (out,), spec.softmax == "off-by-one")
     logits = loader.get(rt, "attention_logits", args=_LOGITS_ARGS) if spec.max_logit else None
     if empty:
-        return AttentionPlan(spec, size, None, None, near, logits=logits)
+        return AttentionPlan(spec, size, None, near, logits=logits)
     slopes, added = _added(rt, frame, terms)
     pages = terms.pages
     wants = graph_spec(
@@ -134,11 +135,9 @@ def plan_attention_forward(rt: Runtime, asked: Asked) -> AttentionPlan:
     )
     graph = graph_of(rt, wants)
     constants = _constants(rt, wants)
-    names = _FORWARD + tuple(name for name, _ in near.places) + (CONSTANTS if spec.softcap else ())
     packed = spec.q_format == "thd"
     shape = (q.shape[0], size.heads) if packed else (size.batch, size.heads, size.sq)
-    pick = picker(graph, _without_sink(names, spec))
-    return AttentionPlan(spec, size, graph, pick, near, slopes, logits, shape, constants)
+    return AttentionPlan(spec, size, graph, near, slopes, logits, shape, constants)
 
 
 def _constants_held(device: Device) -> dict[tuple[float, ...], int]:
@@ -157,14 +156,6 @@ def _constants(rt: Runtime, wants: GraphSpec) -> tuple[int, ...]:
         content = np.array(values, np.float32).tobytes()
         address = held.setdefault(values, rt.executor().driver.constant(rt.device.index, content))
     return tuple(address + 4 * i for i in range(len(values)))
-
-
-def _without_sink(names: tuple[str, ...], spec: AttentionSpec) -> tuple[str, ...]:
-    """Of the two sinks, the one that the spec means."""
-    if spec.softmax == "off-by-one":
-        return names
-    first = names.index("sink")
-    return tuple("" if name == "sink" and number != first else name for number, name in enumerate(names))
 
 
 def _described(q: Tensor, v: Tensor) -> Tensor:
@@ -187,7 +178,7 @@ def _added(rt: Runtime, frame: Frame, terms: Terms) -> tuple[Slopes | None, dict
     batch = frame.batch if per_sequence or (shifted and spec.padded) else 1
     shape = (batch, size.heads, frame.sq, frame.skv)
     masked = frame.bottom_right
-    kernel = loader.get(rt, "attention_bias", args=_BIAS_ARGS, MASKED=int(masked))
+    kernel = loader.get(rt, "attention_bias", args=_BIAS_ARGS, MASKED=masked)
     slopes = Slopes(kernel, shape, per_sequence, (size.batch, size.sq, size.skv, *band_of(spec)))
     options: dict[str, Any] = {"bias": (dtypes.float32.name, shape)}
     if masked:  # the bias carries the band
@@ -195,88 +186,60 @@ def _added(rt: Runtime, frame: Frame, terms: Terms) -> tuple[Slopes | None, dict
     return slopes, options
 
 
-def attention_forward(rt: Runtime, plan: AttentionPlan, operands: ForwardOperands) -> None:
+def _drawn(rng: Tensor | None) -> dict[str, Any]:
+    """What dropout is drawn by."""
+    return {} if rng is None else {"seed": rng, "offset": rng.ptr + 8}
+
+
+def attention_forward(rt: Runtime, plan: AttentionPlan, asked: ForwardOperands) -> None:
     """Run a plan."""
-    q, k, v, terms, out, stats, max_logit = operands
+    q, k, v, terms, out, stats, max_logit = asked
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
         if max_logit is not None and max_logit.size:
-            _largest(rt, plan, terms, 0, 0, max_logit)
+            _largest(rt, plan, terms, None, None, max_logit)
         return
     bias, sink, rng, pages = terms.bias, terms.sink, terms.rng, terms.pages
     if plan.slopes is not None:
         bias = plan.slopes.write(rt, terms)
-    statistics = stats
-    exponentials = None
+    statistics, exponentials = stats, None
     if plan.logits is not None:
         exponentials = scratch_tensor(rt, (2, *plan.stats))
         if statistics is None:
             statistics = Tensor(
                 exponentials.ptr + exponentials.nbytes // 2, plan.stats, dtypes.float32, rt.device, exponentials
             )
-    seed = 0 if rng is None else rng.ptr
-    table = 0 if pages is None else pages.ptr
-    cudnn.execute(
-        rt,
-        plan.graph,
-        plan.pick(
-            (
-                q.ptr,
-                k.ptr,
-                v.ptr,
-                out.ptr,
-                0 if statistics is None else statistics.ptr,
-                0 if exponentials is None else exponentials.ptr,
-                0 if bias is None else bias.ptr,
-                0 if sink is None else sink.ptr,
-                seed,
-                seed + 8,
-                table,
-                table,
-                *near.prepare(rt, lengths),
-                *plan.constants,
-            )
-        ),
-    )
+    operands: Named = {"q": q, "k": k, "v": v, "out": out, "stats": statistics, "sum_exp": exponentials}
+    operands |= {"bias": bias, "sink": sink, "k_pages": pages, "v_pages": pages, **_drawn(rng)}
+    run_graph(rt, plan.graph, {**operands, **near.prepare(rt, lengths), **plan.numbers})
     if plan.logits is not None:
-        assert statistics is not None and exponentials is not None and max_logit is not None
-        _largest(rt, plan, terms, statistics.ptr, exponentials.ptr, max_logit)
+        assert max_logit is not None
+        _largest(rt, plan, terms, statistics, exponentials, max_logit)
     near.tidy(rt, lengths, out, None, None, stats)
 
 
-def _largest(rt: Runtime, plan: AttentionPlan, terms: Terms, stats: int, sums_of: int, max_logit: Tensor) -> None:
+def _largest(
+    rt: Runtime, plan: AttentionPlan, terms: Terms, stats: Tensor | None, sums_of: Tensor | None, max_logit: Tensor
+) -> None:
     """Statistics and the largest logits from cuDNN's maxima and sums; minus infinity where no graph ran."""
     assert plan.logits is not None
     spec, size = plan.spec, plan.size
     packed = spec.q_format == "thd"
     rows = 0 if plan.graph is None else plan.stats[0] if packed else size.batch * size.sq
-    plan.logits(
-        rt,
-        size.heads,
-        1024,
-        stats,
-        sums_of,
-        max_logit.ptr,
-        rows,
-        *statistics_strides(spec, size),
-        *sums(terms.lengths),
-        size.batch,
-        size.sq,
-        size.skv,
-        *band_of(spec),
-        int(packed),
-    )
+    sizes = (size.batch, size.sq, size.skv, *band_of(spec), packed)
+    pointers = (stats, sums_of, max_logit)
+    strides = statistics_strides(spec, size)
+    plan.logits(rt, size.heads, 1024, *pointers, rows, *strides, *sums(terms.lengths), *sizes)
 
 
 # ---------------------------------------------------------------------------------------------- backward
 
-_BACKWARD = ("q", "k", "v", "out", "stats", "dy", "dq", "dk", "dv", "bias", "dbias", "sink", "dsink", "seed", "offset")
-
 
 def plan_attention_backward(rt: Runtime, asked: Asked) -> AttentionPlan:
     """Find or build the graph."""
-    spec, size, q, k, v, terms, _, grads, bias_grad, *_, out = asked
+    spec, q, k, v, terms, _, grads, bias_grad, *_, out = asked
+    size = asked.size
     results = grads or dense_like(q, k, v)
     require(
         rt,
@@ -297,7 +260,7 @@ def plan_attention_backward(rt: Runtime, asked: Asked) -> AttentionPlan:
     found = layouts(frame, q, k, v, False, True, results, out)
     near = around(rt, frame, found, results, spec.softmax == "off-by-one")
     if empty:
-        return AttentionPlan(spec, size, None, None, near)
+        return AttentionPlan(spec, size, None, near)
     slopes, added = _added(rt, frame, terms)
     wants = graph_spec(
         frame,
@@ -311,9 +274,7 @@ def plan_attention_backward(rt: Runtime, asked: Asked) -> AttentionPlan:
         **added,
     )
     graph = graph_of(rt, wants)
-    names = _BACKWARD + tuple(name for name, _ in near.places) + (CONSTANTS if spec.softcap else ())
-    pick = picker(graph, _without_sink(names, spec))
-    return AttentionPlan(spec, size, graph, pick, near, slopes, constants=_constants(rt, wants))
+    return AttentionPlan(spec, size, graph, near, slopes, constants=_constants(rt, wants))
 
 
 def _require_alike(tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], forms: tuple[str, ...]) -> None:
@@ -336,9 +297,9 @@ def tokens_of(frame: Frame, found: dict[str, Layout], q: Tensor, k: Tensor) -> t
     return token_bound(q.shape[0], frame.batch, frame.sq), token_bound(k.shape[0], frame.batch, frame.skv)
 
 
-def attention_backward(rt: Runtime, plan: AttentionPlan, operands: BackwardOperands) -> None:
+def attention_backward(rt: Runtime, plan: AttentionPlan, asked: BackwardOperands) -> None:
     """Run a plan."""
-    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = operands
+    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = asked
     near, lengths = plan.around, terms.lengths
     bias, sink, rng = terms.bias, terms.sink, terms.rng
     if dbias is not None:
@@ -350,30 +311,7 @@ def attention_backward(rt: Runtime, plan: AttentionPlan, operands: BackwardOpera
         return
     if plan.slopes is not None:
         bias = plan.slopes.write(rt, terms)
-    seed = 0 if rng is None else rng.ptr
-    cudnn.execute(
-        rt,
-        plan.graph,
-        plan.pick(
-            (
-                q.ptr,
-                k.ptr,
-                v.ptr,
-                out.ptr,
-                stats.ptr,
-                dy.ptr,
-                dq.ptr,
-                dk.ptr,
-                dv.ptr,
-                0 if bias is None else bias.ptr,
-                0 if dbias is None else dbias.ptr,
-                0 if sink is None else sink.ptr,
-                0 if dsink is None else dsink.ptr,
-                seed,
-                seed + 8,
-                *near.prepare(rt, lengths),
-                *plan.constants,
-            )
-        ),
-    )
+    operands: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
+    operands |= {"bias": bias, "dbias": dbias, "sink": sink, "dsink": dsink, **_drawn(rng)}
+    run_graph(rt, plan.graph, {**operands, **near.prepare(rt, lengths), **plan.numbers})
     near.tidy(rt, lengths, dq, dk, dv, None)

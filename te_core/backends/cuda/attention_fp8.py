@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from te_core.backends.cuda import cudnn
 from te_core.backends.cuda.attention_plan import (
     Around,
+    Named,
     around,
     dense_like,
     frame_of,
     graph_of,
     graph_spec,
     layouts,
-    picker,
     require,
+    run_graph,
 )
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
@@ -38,7 +39,6 @@ class Fp8Plan:
     """All that was decided about one FP8 attention, forward or backward."""
 
     graph: cudnn.Graph | None  # None: nothing to attend to
-    pick: Any
     around: Around
     raise_amax: Kernel
 
@@ -50,52 +50,31 @@ class Fp8Plan:
         return f"FP8 attention: cuDNN {number}, workspace {self.graph.workspace}, a plan {self.graph.source}"
 
 
-_FORWARD = (
-    "q",
-    "k",
-    "v",
-    "out",
-    "stats",
-    "q_inverse",
-    "k_inverse",
-    "v_inverse",
-    "s_scale",
-    "s_inverse",
-    "out_scale",
-    "s_amax",
-    "out_amax",
-)
-_BACKWARD = (
-    "q", "k", "v", "out", "stats", "dy", "dq", "dk", "dv", "q_inverse", "k_inverse", "v_inverse", "out_inverse",
-    "dy_inverse", "s_scale", "s_inverse", "dp_scale", "dp_inverse", "dq_scale", "dk_scale", "dv_scale",
-    "dq_amax", "dk_amax", "dv_amax", "dp_amax",
-)  # fmt: skip
-
-
 def plan_attention_fp8_forward(rt: Runtime, asked: Asked) -> Fp8Plan:
     """Find or build the graph."""
-    spec, size, q, k, v, terms, *_ = asked
+    spec, q, k, v, terms, *_ = asked
+    size = asked.size
     require(rt, "attention_fp8_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms, fp8=True)
     out = Tensor(0, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, None)
-    return _plan(rt, asked, (out,), _FORWARD, backward=False)
+    return _plan(rt, asked, (out,), backward=False)
 
 
 def plan_attention_fp8_backward(rt: Runtime, asked: Asked) -> Fp8Plan:
     """Find or build the graph."""
-    spec, size, q, k, v, terms, *_ = asked
+    spec, q, k, v, terms, *_ = asked
+    size = asked.size
     results = asked.grads or dense_like(q, k, v)
     require(
         rt, "attention_fp8_backward", spec, size, q.dtype, (q, k, v, *results), training=True, terms=terms, fp8=True
     )
     assert asked.dy is not None and asked.grad is not None
     options = {"deterministic": spec.deterministic, "dy_dtype": asked.dy.name, "grad_dtype": asked.grad.name}
-    return _plan(rt, asked, results, _BACKWARD, backward=True, **options)
+    return _plan(rt, asked, results, backward=True, **options)
 
 
-def _plan(
-    rt: Runtime, asked: Asked, results: tuple[Tensor, ...], names: tuple[str, ...], *, backward: bool, **options: Any
-) -> Fp8Plan:
-    spec, size, q, k, v, terms, stats, *_ = asked
+def _plan(rt: Runtime, asked: Asked, results: tuple[Tensor, ...], *, backward: bool, **options: Any) -> Fp8Plan:
+    spec, q, k, v, terms, stats, *_ = asked
+    size = asked.size
     frame = frame_of(spec, size, terms, backward)
     empty = not q.size or not k.size
     if empty:
@@ -105,9 +84,9 @@ def _plan(
     near = around(rt, frame, found, results, zero_sink=False)
     kernel = loader.get(rt, "attention_amax", args="ppppp")
     if empty:
-        return Fp8Plan(None, None, near, kernel)
+        return Fp8Plan(None, near, kernel)
     graph = graph_of(rt, graph_spec(frame, q.dtype, found, fp8=True, backward=backward, **options))
-    return Fp8Plan(graph, picker(graph, names + tuple(name for name, _ in near.places)), near, kernel)
+    return Fp8Plan(graph, near, kernel)
 
 
 def _amaxes(rt: Runtime) -> int:
@@ -117,87 +96,43 @@ def _amaxes(rt: Runtime) -> int:
 
 def _raise(rt: Runtime, plan: Fp8Plan, found: int, *scaled: Scaled | None) -> None:
     """Raise the maxima that are given."""
-    places = [s.amax.ptr if s is not None and s.amax is not None else 0 for s in scaled]
-    plan.raise_amax(rt, 1, len(places), found, *places, *[0] * (_PLACES - len(places)))
+    places = [None if s is None else s.amax for s in scaled]
+    plan.raise_amax(rt, 1, len(places), found, *places, *[None] * (_PLACES - len(places)))
 
 
-def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, operands: Fp8ForwardOperands) -> None:
+def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, asked: Fp8ForwardOperands) -> None:
     """Run a plan."""
-    q, k, v, terms, scales, out, stats = operands
+    q, k, v, terms, scales, out, stats = asked
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
         return
     assert scales.out is not None
     s, found = scales.s, _amaxes(rt)
-    cudnn.execute(
-        rt,
-        plan.graph,
-        plan.pick(
-            (
-                q.ptr,
-                k.ptr,
-                v.ptr,
-                out.ptr,
-                0 if stats is None else stats.ptr,
-                scales.q.ptr,
-                scales.k.ptr,
-                scales.v.ptr,
-                s.scale.ptr,
-                s.inverse.ptr,
-                scales.out.scale.ptr,
-                found,
-                found + 16,
-                *near.prepare(rt, lengths),
-            )
-        ),
-    )
+    operands: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
+    operands |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v}
+    operands |= {"s_scale": s.scale, "s_inverse": s.inverse, "out_scale": scales.out.scale}
+    maxima = {"s_amax": found, "out_amax": found + 16}
+    run_graph(rt, plan.graph, {**operands, **maxima, **near.prepare(rt, lengths)})
     _raise(rt, plan, found, s, scales.out)
     near.tidy(rt, lengths, out, None, None, stats)
 
 
-def attention_fp8_backward(rt: Runtime, plan: Fp8Plan, operands: Fp8BackwardOperands) -> None:
+def attention_fp8_backward(rt: Runtime, plan: Fp8Plan, asked: Fp8BackwardOperands) -> None:
     """Run a plan."""
-    dy, q, k, v, out, stats, terms, scales, dq, dk, dv = operands
+    dy, q, k, v, out, stats, terms, scales, dq, dk, dv = asked
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, dq, dk, dv, None)
         return
     s, dp, found = scales.s, scales.dp, _amaxes(rt)
-    assert scales.out is not None and scales.dq is not None and scales.dk is not None and scales.dv is not None
-    cudnn.execute(
-        rt,
-        plan.graph,
-        plan.pick(
-            (
-                q.ptr,
-                k.ptr,
-                v.ptr,
-                out.ptr,
-                stats.ptr,
-                dy.ptr,
-                dq.ptr,
-                dk.ptr,
-                dv.ptr,
-                scales.q.ptr,
-                scales.k.ptr,
-                scales.v.ptr,
-                scales.out.ptr,
-                scales.dy.ptr,
-                s.scale.ptr,
-                s.inverse.ptr,
-                dp.scale.ptr,
-                dp.inverse.ptr,
-                scales.dq.scale.ptr,
-                scales.dk.scale.ptr,
-                scales.dv.scale.ptr,
-                found,
-                found + 16,
-                found + 32,
-                found + 48,
-                *near.prepare(rt, lengths),
-            )
-        ),
-    )
+    assert scales.dq is not None and scales.dk is not None and scales.dv is not None
+    operands: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
+    operands |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v, "out_inverse": scales.out}
+    operands |= {"dy_inverse": scales.dy, "s_scale": s.scale, "s_inverse": s.inverse}
+    operands |= {"dp_scale": dp.scale, "dp_inverse": dp.inverse}
+    operands |= {"dq_scale": scales.dq.scale, "dk_scale": scales.dk.scale, "dv_scale": scales.dv.scale}
+    maxima = {f"{name}_amax": found + 16 * i for i, name in enumerate(("dq", "dk", "dv", "dp"))}
+    run_graph(rt, plan.graph, {**operands, **maxima, **near.prepare(rt, lengths)})
     _raise(rt, plan, found, scales.dq, scales.dk, scales.dv, dp)
     near.tidy(rt, lengths, dq, dk, dv, None)

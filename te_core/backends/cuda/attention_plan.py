@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from te_core import device, dtypes, libraries
@@ -168,34 +167,23 @@ class Around:
 
     lengths: Kernel | None
     rows: Kernel | None
-    places: tuple[tuple[str, int], ...]  # operands in scratch memory: their byte offsets
+    places: tuple[tuple[str, int], ...]  # operands in scratch memory ("": none): their byte offsets
     nbytes: int
     threads: int
     after_lengths: tuple[Any, ...]  # the arguments that do not change between runs
     after_places: tuple[Any, ...]
     rows_sizes: tuple[Any, ...]
 
-    def prepare(self, rt: Runtime, lengths: Lengths | None) -> tuple[int, ...]:
+    def prepare(self, rt: Runtime, lengths: Lengths | None) -> dict[str, int]:
         """Write lengths and offsets to the device; the addresses of `places`."""
         if self.lengths is None:
-            return ()
+            return {}
         base = rt.workspace("attention lengths", self.nbytes)
-        addresses = tuple([base + offset for _, offset in self.places])
-        len_q, len_kv, zeros = addresses[:3]
-        self.lengths(
-            rt,
-            -(-self.threads // 128),
-            128,
-            *sums(lengths),
-            *self.after_lengths,
-            len_q,
-            len_kv,
-            zeros,
-            *self.after_places[:1],
-            base + self.after_places[1],
-            *self.after_places[2:],
-        )
-        return addresses
+        addresses = [base + offset for _, offset in self.places]
+        heads, offsets, *others = self.after_places
+        arguments = (*sums(lengths), *self.after_lengths, *addresses[:3], heads, base + offsets, *others)
+        self.lengths(rt, -(-self.threads // 128), 128, *arguments)
+        return {name: address for (name, _), address in zip(self.places, addresses, strict=True) if name}
 
     def tidy(
         self, rt: Runtime, lengths: Lengths | None, a: Tensor, b: Tensor | None, c: Tensor | None, stats: Tensor | None
@@ -203,31 +191,14 @@ class Around:
         """Zeros where nothing was attended to: in the output, or in the gradients of q, k and v."""
         if self.rows is None:
             return
-        fixed, grid, a_strides, b_strides, c_strides, widths, s_strides = self.rows_sizes
-        self.rows(
-            rt,
-            (grid, 1 if b is None else 3),
-            256,
-            *sums(lengths),
-            *fixed,
-            a.ptr,
-            *a_strides,
-            0 if b is None else b.ptr,
-            *b_strides,
-            0 if c is None else c.ptr,
-            *c_strides,
-            *widths,
-            0 if stats is None else stats.ptr,
-            *s_strides,
-        )
+        fixed, blocks, a_strides, b_strides, c_strides, widths, s_strides = self.rows_sizes
+        operands = (a, *a_strides, b, *b_strides, c, *c_strides, *widths, stats, *s_strides)
+        self.rows(rt, (blocks, 1 if b is None else 3), 256, *sums(lengths), *fixed, *operands)
 
 
-def sums(lengths: Lengths | None) -> tuple[int, int, int, int]:
-    """The addresses of the running sums, 0 where there are none."""
-    if lengths is None:
-        return 0, 0, 0, 0
-    cu_q, cu_kv, q_padded, kv_padded = lengths
-    return (cu_q.ptr, cu_kv.ptr, 0 if q_padded is None else q_padded.ptr, 0 if kv_padded is None else kv_padded.ptr)
+def sums(lengths: Lengths | None) -> tuple[Tensor | None, ...]:
+    """The running sums that there are, as kernels take them."""
+    return (None, None, None, None) if lengths is None else tuple(lengths)
 
 
 def around(rt: Runtime, frame: Frame, found: dict[str, Layout], tidied: tuple[Tensor, ...], zero_sink: bool) -> Around:
@@ -245,7 +216,7 @@ def around(rt: Runtime, frame: Frame, found: dict[str, Layout], tidied: tuple[Te
     len_kv = -(-4 * slots // 16) * 16
     zeros = 2 * len_kv
     base = zeros + -(-4 * heads // 16) * 16
-    places = [("len_q", 0), ("len_kv", len_kv), ("sink", zeros)]
+    places = [("len_q", 0), ("len_kv", len_kv), ("sink" if zero_sink else "", zeros)]
     for name, step in packed.items():
         on_kv = name in ("k", "v", "dk", "dv")
         number = len(steps[0]) + steps[1].index(step) if on_kv else steps[0].index(step)
@@ -332,10 +303,14 @@ def graph_of(rt: Runtime, spec: GraphSpec) -> cudnn.Graph:
     return cudnn.graph(rt, named, spec.operands, spec.describe, keep=keep)
 
 
-def picker(graph: cudnn.Graph, names: tuple[str, ...]) -> Any:
-    """From addresses in the order of `names` to those that the graph takes, in its order."""
-    places = {name: number for number, name in enumerate(names)}  # a later one of a name wins
-    return itemgetter(*(places[name] for name in graph.operands))
+#: Operands of a graph by their names: tensors, or addresses.
+Named = dict[str, Tensor | int | None]
+
+
+def run_graph(rt: Runtime, graph: cudnn.Graph, operands: Named) -> None:
+    """Run a graph on those of these that it names: tensors, or addresses."""
+    given = [operands[name] for name in graph.operands]
+    cudnn.execute(rt, graph, tuple(0 if t is None else t.ptr if isinstance(t, Tensor) else t for t in given))
 
 
 def scratch_tensor(rt: Runtime, shape: tuple[int, ...], dtype: DType = dtypes.float32) -> Tensor:

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from te_core.backends.cuda import cudnn
 from te_core.backends.cuda.attention_graph import Given
-from te_core.backends.cuda.attention_plan import Frame, dense_like, graph_of, graph_spec, layouts, picker, require
+from te_core.backends.cuda.attention_plan import Frame, dense_like, graph_of, graph_spec, layouts, require, run_graph
 from te_core.errors import UnsupportedError
 from te_core.runtime import Runtime
 
 if TYPE_CHECKING:
     from te_core.ops.attention_scored import ScoredAsked, ScoredOperands
 
-_TENSORS = ("q", "k", "v", "out", "stats", "dy", "dq", "dk", "dv")
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class ScoredPlan:
-    """A graph, and which address goes where."""
-
-    graph: cudnn.Graph
-    pick: Any
-
-
-def plan_attention_scored(rt: Runtime, asked: ScoredAsked) -> ScoredPlan:
+def plan_attention_scored(rt: Runtime, asked: ScoredAsked) -> cudnn.Graph:
     """Find or build the graph."""
-    spec, size, mod, q, k, v, given, backward, stats, terms = asked
+    spec, mod, q, k, v, given, backward, stats, terms = asked
+    size = asked.size
     op = "attention_scored"
     require(rt, op, spec, size, q.dtype, (q, k, v), training=backward, terms=terms)
     if not (q.size and k.size):
@@ -40,12 +30,9 @@ def plan_attention_scored(rt: Runtime, asked: ScoredAsked) -> ScoredPlan:
     wants = graph_spec(
         frame, q.dtype, found, backward=backward, deterministic=deterministic, score_mod=mod, given=tensors
     )
-    graph = graph_of(rt, wants)
-    return ScoredPlan(graph, picker(graph, (*_TENSORS, *(name for name, _ in given))))
+    return graph_of(rt, wants)
 
 
-def attention_scored(rt: Runtime, plan: ScoredPlan, operands: ScoredOperands) -> None:
-    """Run a plan."""
-    q, k, v, out, stats, given, dy, dq, dk, dv = operands
-    addresses = [0 if t is None else t.ptr for t in (q, k, v, out, stats, dy, dq, dk, dv)]
-    cudnn.execute(rt, plan.graph, plan.pick((*addresses, *(t.ptr for _, t in given))))
+def attention_scored(rt: Runtime, plan: cudnn.Graph, operands: ScoredOperands) -> None:
+    """Run the graph."""
+    run_graph(rt, plan, {**operands._asdict(), **dict(operands.given)})

@@ -5,12 +5,7 @@ Importing them imports no library of CUDA's: those are opened when they are firs
 
 from __future__ import annotations
 
-from te_core.backends.cuda.activation import (
-    activation_backward,
-    activation_forward,
-    plan_activation_backward,
-    plan_activation_forward,
-)
+from te_core.backends.cuda.activation import activation_backward, activation_forward
 from te_core.backends.cuda.attention import (
     attention_backward,
     attention_forward,
@@ -46,46 +41,30 @@ from te_core.backends.cuda.context_rows import context_rows, plan_context_rows
 from te_core.backends.cuda.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.backends.cuda.executor import executor, executors
 from te_core.backends.cuda.gemm import plan_gemm
-from te_core.backends.cuda.kv_cache import kv_append, kv_gather, kv_move, plan_kv_append, plan_kv_gather, plan_kv_move
-from te_core.backends.cuda.l2_norm import l2_norm_backward, l2_norm_forward, plan_l2_norm_backward, plan_l2_norm_forward
+from te_core.backends.cuda.kv_cache import kv_append, kv_gather, kv_move
+from te_core.backends.cuda.l2_norm import l2_norm_backward, l2_norm_forward
 from te_core.backends.cuda.matrix import column_sum, resize
 from te_core.backends.cuda.memory import copy_from_host, copy_to_host, default_allocator, order, stream, zero
-from te_core.backends.cuda.norm import norm_backward, norm_forward, plan_norm_backward, plan_norm_forward
-from te_core.backends.cuda.padding_order import padding_order, plan_padding_order
-from te_core.backends.cuda.permute import (
-    permute,
-    plan_permute,
-    plan_row_map,
-    plan_unpermute,
-    plan_unpermute_backward,
-    row_map,
-    unpermute,
-    unpermute_backward,
-)
+from te_core.backends.cuda.norm import norm_backward, norm_forward
+from te_core.backends.cuda.padding_order import padding_order
+from te_core.backends.cuda.permute import permute, row_map, unpermute, unpermute_backward
 from te_core.backends.cuda.quantize import (
     amax,
     amax_many,
     count_nonfinite,
     dequantize,
-    plan_quantize,
     plan_update,
     quantize,
     run_update,
     transpose,
 )
-from te_core.backends.cuda.quantize_block import dequantize_block, plan_quantize_block, quantize_block
-from te_core.backends.cuda.quantize_grouped import plan_quantize_grouped, quantize_grouped
-from te_core.backends.cuda.quantize_mxfp8 import (
-    dequantize_mxfp8,
-    plan_quantize_mxfp8,
-    plan_swizzle_scales,
-    quantize_mxfp8,
-    swizzle_scales,
-)
-from te_core.backends.cuda.quantize_nvfp4 import dequantize_nvfp4, plan_quantize_nvfp4, quantize_nvfp4
-from te_core.backends.cuda.rope import plan_rope, plan_rope_qkv, rope, rope_qkv
+from te_core.backends.cuda.quantize_block import dequantize_block, quantize_block
+from te_core.backends.cuda.quantize_grouped import quantize_grouped
+from te_core.backends.cuda.quantize_mxfp8 import dequantize_mxfp8, quantize_mxfp8, swizzle_scales
+from te_core.backends.cuda.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from te_core.backends.cuda.rope import rope, rope_qkv
 from te_core.backends.cuda.scale_pairs import scale_pairs
-from te_core.backends.cuda.softmax import plan_softmax_backward, plan_softmax_forward, softmax_backward, softmax_forward
+from te_core.backends.cuda.softmax import softmax_backward, softmax_forward
 from te_core.backends.cuda.statistics import statistics
 
 name = "cuda"

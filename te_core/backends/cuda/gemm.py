@@ -33,7 +33,7 @@ from te_core.backends.cuda.gemm_run import (
     cache_of,
     narrow,
 )
-from te_core.backends.cuda.sums import TYPES, ColumnSum, RowSum
+from te_core.backends.cuda.sums import TYPES
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.kernels import loader
@@ -76,7 +76,7 @@ def _plan(rt: Runtime, spec: GemmSpec) -> LtPlan:
             )
     if spec.m == 0 or spec.n == 0 or spec.k == 0:
         finish = _finish_kernel(rt, spec) if spec.m and spec.n else None
-        return LtPlan(spec, None, finish=finish, sum_a=_sum_a(rt, spec), sum_out=_sum_out(rt, spec))
+        return LtPlan(spec, None, finish=finish, sum_a=spec.a_sum is not None, sum_out=spec.out_sum is not None)
     cache = cache_of(rt)
     fused = _fused_epilogue(spec)
     refused = [fused] if isinstance(fused, str) else []
@@ -94,8 +94,8 @@ def _plan(rt: Runtime, spec: GemmSpec) -> LtPlan:
             chosen.source,
             tuple(refused),
             _finish_kernel(rt, spec) if route.unfused else None,
-            _sum_a(rt, spec) if route.a_sum else None,
-            _sum_out(rt, spec) if route.out_sum else None,
+            route.a_sum,
+            route.out_sum,
             loader.get(rt, "gemm_alpha", args=_ALPHA_ARGS) if alpha_on_device(spec) else None,
             ctypes.addressof(chosen.algorithm),
         )
@@ -190,18 +190,6 @@ def _finish_kernel(rt: Runtime, spec: GemmSpec) -> Kernel:
         ACTIVATION={None: 0, "gelu": 1, "dgelu": 2}[spec.epilogue],
         ACCUMULATE=spec.accumulate,
     )
-
-
-def _sum_a(rt: Runtime, spec: GemmSpec) -> ColumnSum | RowSum | None:
-    if spec.a_sum is None:
-        return None
-    if spec.trans_a:  # a is stored [K, M]
-        return ColumnSum(rt, spec.k, spec.m, spec.a, spec.a_sum)
-    return RowSum(rt, spec.m, spec.k, spec.a, spec.a_sum)
-
-
-def _sum_out(rt: Runtime, spec: GemmSpec) -> ColumnSum | None:
-    return None if spec.out_sum is None else ColumnSum(rt, spec.m, spec.n, spec.out, spec.out_sum)
 
 
 def tune(rt: Runtime, spec: GemmSpec) -> LtPlan:

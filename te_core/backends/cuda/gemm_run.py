@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_core import device, dtypes
 from te_core.backends.cuda import cublaslt as lt_
-from te_core.backends.cuda.sums import ColumnSum, RowSum
+from te_core.backends.cuda.sums import column_sum, row_sum
 from te_core.dtypes import DType
 from te_core.errors import LibraryError
 from te_core.kernels.loader import Kernel
@@ -61,8 +61,8 @@ class LtPlan:
     source: str = ""  # who chose the algorithm: the heuristic, or the autotuner
     refused: tuple[str, ...] = ()  # shorter routes, and what cuBLASLt said to them
     finish: Kernel | None = None
-    sum_a: ColumnSum | RowSum | None = None
-    sum_out: ColumnSum | None = None
+    sum_a: bool = False  # sums.cu adds op(a),
+    sum_out: bool = False  # and out
     make_alpha: Kernel | None = None  # of nvfp4
     algo: int = field(default=0)  # the address of `algorithm`
 
@@ -72,7 +72,7 @@ class LtPlan:
         parts = ["gemm_alpha.cu"] if self.make_alpha is not None else []
         parts += [] if self.route is None else [f"cublasLt({lt_.EPILOGUE_NAMES[self.route.epilogue]})"]
         parts += ["epilogue.cu"] if self.finish is not None else []
-        parts += ["sums.cu"] if self.sum_a is not None or self.sum_out is not None else []
+        parts += ["sums.cu"] if self.sum_a or self.sum_out else []
         return " + ".join(parts) or "nothing to do"
 
     def explain(self) -> str:
@@ -106,10 +106,12 @@ class LtPlan:
                 multiply(rt, executor, self, (a.ptr, b.ptr, out.ptr, alpha), pointers)
             elif self.finish is not None:
                 _run_unfused(rt, self, a, b, out, pointed)
-            if self.sum_a is not None:
-                self.sum_a(rt, a.ptr, a_scale.ptr if a_scale is not None else 0, a_sum.ptr)  # type: ignore[union-attr]
-            if self.sum_out is not None:
-                self.sum_out(rt, out.ptr, 0, out_sum.ptr)  # type: ignore[union-attr]
+            if self.sum_a and a_sum is not None and self.spec.trans_a:  # a is stored [K, M]
+                column_sum(rt, a.ptr, a.shape, a.dtype, a_sum)
+            elif self.sum_a and a_sum is not None:
+                row_sum(rt, a, a_scale, a_sum)
+            if self.sum_out and out_sum is not None:
+                column_sum(rt, out.ptr, out.shape, out.dtype, out_sum)
         finally:
             if entered:
                 executor.driver.leave()
@@ -340,10 +342,10 @@ def _make_alpha(rt: Runtime, plan: LtPlan, a_amax: Tensor | None, b_amax: Tensor
     """Leave alpha and beta where the product's call will read them: in scratch memory, whose address this gives."""
     spec, route = plan.spec, plan.route
     assert plan.make_alpha is not None and route is not None and spec.a_format is not None
-    assert a_amax is not None and b_amax is not None and spec.b_format is not None  # the ops floor requires them
+    assert spec.b_format is not None
     alpha = rt.workspace("gemm alpha", 8)
     factor = 1 / (36 * spec.a_format.bound * spec.b_format.bound)
-    plan.make_alpha(rt, 1, 1, a_amax.ptr, b_amax.ptr, alpha, factor, float(route.accumulate))
+    plan.make_alpha(rt, 1, 1, a_amax, b_amax, alpha, factor, float(route.accumulate))
     return alpha
 
 
@@ -361,16 +363,6 @@ def _run_unfused(
     else:
         pointers = tuple([operands[i].ptr for _, i in route.attributes])  # type: ignore[union-attr]
         multiply(rt, rt.executor(), plan, (a.ptr, b.ptr, acc.ptr, 0), pointers)
-    bias, aux = operands[BIAS], operands[AUX]
     assert plan.finish is not None
-    plan.finish(
-        rt,
-        (-(-spec.n // 128), min(-(-spec.m // 8), 4096)),
-        (128, 1),
-        acc.ptr,
-        bias and bias.ptr,
-        aux and aux.ptr,
-        out.ptr,
-        spec.m,
-        spec.n,
-    )
+    grid = (-(-spec.n // 128), min(-(-spec.m // 8), 4096))
+    plan.finish(rt, grid, (128, 1), acc, operands[BIAS], operands[AUX], out, spec.m, spec.n)

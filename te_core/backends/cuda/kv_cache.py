@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from te_core.kernels import loader
-from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -16,91 +14,44 @@ if TYPE_CHECKING:
 THREADS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """One launch: its kernel, how tokens and their vectors are dealt out, and the numbers behind the pointers."""
-
-    kernel: Kernel
-    grid: tuple[int, int]
-    block: tuple[int, int]
-    numbers: tuple[int, ...]
-    family: str = "kv_cache"
-
-
-def plan_kv_append(rt: Runtime, spec: KVAppendSpec) -> CopyPlan:
-    """Strides and sizes in vectors."""
-    cache, width, packed = spec.cache, spec.cache.vector, spec.form == "thd"
-    steps = [n // width for n in (*spec.k_steps, *spec.v_steps)]
-    k, v = cache.k_head // width, cache.v_head // width
-    places = (cache.capacity, cache.tokens, cache.blocks)
-    numbers = (*steps, k, v, cache.groups, spec.sequences, spec.tokens, *places)
-    constants = {"WIDTH": width, "PACKED": int(packed), "PAGED": int(cache.paged)}
-    kernel = loader.get(rt, "kv_cache", entry="kv_append", args="p" * 7 + "q" * 6 + "i" * 8, **constants)
-    slots = spec.tokens if packed else spec.sequences * spec.tokens
-    return CopyPlan(kernel, *_shares(slots if spec.sequences else 0, cache.groups * (k + v)), numbers)
-
-
 def kv_append(
-    rt: Runtime, plan: CopyPlan, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor
+    rt: Runtime, spec: KVAppendSpec, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor
 ) -> None:
-    """Copy each sequence's new tokens to its end."""
-    if plan.grid[0]:
-        pages = 0 if cache.pages is None else cache.pages.ptr
-        plan.kernel(
-            rt,
-            plan.grid,
-            plan.block,
-            new_k.ptr,
-            new_v.ptr,
-            cache.k.ptr,
-            cache.v.ptr,
-            cu_new.ptr,
-            cu_cached.ptr,
-            pages,
-            *plan.numbers,
-        )
+    """Copy each sequence's new tokens to its end; strides and sizes in vectors."""
+    form, width, packed = spec.cache, spec.cache.vector, spec.form == "thd"
+    steps = [n // width for n in (*spec.k_steps, *spec.v_steps)]
+    k, v = form.k_head // width, form.v_head // width
+    numbers = (*steps, k, v, form.groups, spec.sequences, spec.tokens, form.capacity, form.tokens, form.blocks)
+    args = "p" * 7 + "q" * 6 + "i" * 8
+    kernel = loader.get(rt, "kv_cache", entry="kv_append", args=args, WIDTH=width, PACKED=packed, PAGED=form.paged)
+    slots = spec.tokens if packed else spec.sequences * spec.tokens
+    grid, block = _shares(slots if spec.sequences else 0, form.groups * (k + v))
+    if grid[0]:
+        kernel(rt, grid, block, new_k, new_v, cache.k, cache.v, cu_new, cu_cached, cache.pages, *numbers)
 
 
-def plan_kv_move(rt: Runtime, spec: KVMoveSpec) -> CopyPlan:
-    """All rows of a place in them are one thread's."""
+def kv_move(rt: Runtime, spec: KVMoveSpec, cache: KVCache, moves: Tensor) -> None:
+    """Move row after row: all rows of a place in them are one thread's."""
     k, v = _vectors(spec.cache)
-    constants = {"WIDTH": spec.cache.vector, "PACKED": 0, "PAGED": 0}
-    kernel = loader.get(rt, "kv_cache", entry="kv_move", args="pppiiiiii", **constants)
-    numbers = (spec.longest, spec.cache.capacity, k, v, spec.cache.rows)
-    return CopyPlan(kernel, *_shares(spec.longest, k + v), numbers)
+    kernel = loader.get(
+        rt, "kv_cache", entry="kv_move", args="pppiiiiii", WIDTH=spec.cache.vector, PACKED=False, PAGED=False
+    )
+    numbers = (moves.shape[0], spec.longest, spec.cache.capacity, k, v, spec.cache.rows)
+    grid, block = _shares(spec.longest, k + v)
+    if grid[0]:
+        kernel(rt, grid, block, cache.k, cache.v, moves, *numbers)
 
 
-def kv_move(rt: Runtime, plan: CopyPlan, cache: KVCache, moves: Tensor) -> None:
-    """Move row after row."""
-    if plan.grid[0]:
-        plan.kernel(rt, plan.grid, plan.block, cache.k.ptr, cache.v.ptr, moves.ptr, moves.shape[0], *plan.numbers)
-
-
-def plan_kv_gather(rt: Runtime, spec: KVGatherSpec) -> CopyPlan:
-    """A thread for each vector of the result, zeros included."""
-    cache = spec.cache
-    k, v = _vectors(cache)
-    constants = {"WIDTH": cache.vector, "PACKED": 0, "PAGED": 1}
-    kernel = loader.get(rt, "kv_cache", entry="kv_gather", args="p" * 6 + "i" * 6, **constants)
-    numbers = (k, v, spec.sequences, cache.capacity, cache.tokens, cache.blocks)
-    return CopyPlan(kernel, *_shares(spec.sequences * cache.capacity, k + v), numbers)
-
-
-def kv_gather(rt: Runtime, plan: CopyPlan, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
-    """Copy the tokens of each sequence from its pages."""
-    if plan.grid[0] and cache.pages is not None:
-        plan.kernel(
-            rt,
-            plan.grid,
-            plan.block,
-            cache.k.ptr,
-            cache.v.ptr,
-            k.ptr,
-            v.ptr,
-            cu_cached.ptr,
-            cache.pages.ptr,
-            *plan.numbers,
-        )
+def kv_gather(rt: Runtime, spec: KVGatherSpec, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
+    """Copy the tokens of each sequence from its pages: a thread for each vector of the result, zeros included."""
+    form, vectors = spec.cache, _vectors(spec.cache)
+    kernel = loader.get(
+        rt, "kv_cache", entry="kv_gather", args="p" * 6 + "i" * 6, WIDTH=form.vector, PACKED=False, PAGED=True
+    )
+    numbers = (*vectors, spec.sequences, form.capacity, form.tokens, form.blocks)
+    grid, block = _shares(spec.sequences * form.capacity, sum(vectors))
+    if grid[0]:
+        kernel(rt, grid, block, cache.k, cache.v, k, v, cu_cached, cache.pages, *numbers)
 
 
 def _vectors(cache: KVCacheSpec) -> tuple[int, int]:

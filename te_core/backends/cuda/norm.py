@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from te_core import dtypes, libraries
 from te_core.backends.cuda import norm_tiling as tiling
 from te_core.backends.cuda.elementwise import mask_of, signed
-from te_core.backends.cuda.quantize import cast_with_partials
+from te_core.backends.cuda.quantize import run_cast
 from te_core.backends.cuda.sums import FORMATS, TYPES
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.quantized import padded
 from te_core.runtime import Runtime
-from te_core.tensor import Device
+from te_core.tensor import Device, Tensor
 
 if TYPE_CHECKING:
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
@@ -50,9 +50,8 @@ _BRANCH_ARGS = "ppppiif"
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """One launch; with `partials` a cast follows it. `scratch`: bytes for a row-wise copy that nobody wants.
-
-    `mask`: the threshold and factor of a branch's dropout.
+    """One launch, after which a cast follows if there are `partials`. `scratch`: bytes for a row-wise copy that nobody
+    wants.
     """
 
     family: str
@@ -60,34 +59,15 @@ class ForwardPlan:
     grid: int
     block: int
     shared: int
-    rows: int
-    cols: int
-    inverse: float
     partials: bool
     scratch: int
-    mask: tuple[int, float]
 
 
-def plan_norm_forward(rt: Runtime, spec: NormOpSpec) -> ForwardPlan:
-    """The launches of `norm_forward`."""
+def _plan_forward(rt: Runtime, spec: NormOpSpec) -> ForwardPlan:
     (rows, cols), cast, margin = spec.shape, spec.cast, spec.sm_margin
     sizes = (spec.x.itemsize, spec.gamma.itemsize, spec.out.itemsize)
     width = tiling.vector_width(cols, spec.alignment, sizes, 16 // sizes[0])
     team = tiling.forward_team(cols, width, sizes[0])
-    constants: dict[str, Any] = {
-        "IN": TYPES[spec.x],
-        "GAMMA": TYPES[spec.gamma],
-        "OUT": TYPES[spec.out],
-        "KIND": _KINDS[spec.kind],
-        "ZERO_CENTERED": int(spec.zero_centered),
-        "VEC": width,
-        "SIZE": team.size,
-        "ITERS": team.iters,
-        "FULL": int(team.is_full(cols)),
-        "RESIDUAL": int(spec.branch),
-        "BIAS": int(spec.bias),
-        "DROPOUT": int(spec.p > 0.0),
-    }
     delayed = cast is not None and cast.delayed
     rowwise = cast is not None and cast.rowwise
     turn = cast is not None and delayed and cast.columnwise
@@ -105,14 +85,25 @@ def plan_norm_forward(rt: Runtime, spec: NormOpSpec) -> ForwardPlan:
         rt,
         "norm_forward",
         args=_FORWARD_ARGS + (_BRANCH_ARGS if spec.branch else ""),
-        **constants,
+        IN=TYPES[spec.x],
+        GAMMA=TYPES[spec.gamma],
+        OUT=TYPES[spec.out],
+        KIND=_KINDS[spec.kind],
+        ZERO_CENTERED=spec.zero_centered,
+        VEC=width,
+        SIZE=team.size,
+        ITERS=team.iters,
+        FULL=team.is_full(cols),
+        RESIDUAL=spec.branch,
+        BIAS=spec.bias,
+        DROPOUT=spec.p > 0.0,
         TEAMS=team.teams,
         ROWS=height,
         STAGES=stages,
-        VALUES=int(spec.keep or not delayed),
-        CAST=int(delayed),
-        ROWWISE=int(rowwise),
-        COLUMNWISE=int(turn),
+        VALUES=spec.keep or not delayed,
+        CAST=delayed,
+        ROWWISE=rowwise,
+        COLUMNWISE=turn,
         AMAX=use,
         FORMAT=FORMATS[dtypes.float8_e4m3 if cast is None else cast.format.dtype],
         MIN_BLOCKS=side_by_side,
@@ -122,19 +113,9 @@ def plan_norm_forward(rt: Runtime, spec: NormOpSpec) -> ForwardPlan:
     grid = min(steps, _blocks(rt, team.threads, kernel, shared, margin))
     # A cast is launched for no rows too: it writes the scale's inverse, or the partial maximum 0.
     grid = max(grid, 1 if cast else 0)
-    return ForwardPlan(
-        f"norm_forward_{'transposed' if turn else 'rows'}",
-        kernel,
-        grid,
-        team.threads,
-        shared,
-        rows,
-        cols,
-        1.0 / cols,
-        use == "PARTIALS",
-        0 if rowwise or not turn else grid * height * padded(cols),
-        mask_of(spec.p),
-    )
+    scratch = 0 if rowwise or not turn else grid * height * padded(cols)
+    family = f"norm_forward_{'transposed' if turn else 'rows'}"
+    return ForwardPlan(family, kernel, grid, team.threads, shared, use == "PARTIALS", scratch)
 
 
 def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int) -> int:
@@ -145,54 +126,29 @@ def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int)
     return limits(rt).multiprocessors * limits(rt).blocks_per_multiprocessor(threads, kernel.attribute(4), shared)
 
 
-def norm_forward(rt: Runtime, plan: ForwardPlan, operands: NormOperands) -> None:
-    """Run a plan of `plan_norm_forward`."""
+def norm_forward(rt: Runtime, spec: NormOpSpec, operands: NormOperands) -> None:
+    """One launch, and in current scaling the cast."""
+    plan = rt.plans.find(rt, _plan_forward, spec)
     if not plan.grid:
         return
-    x, gamma, beta, y, cast, q, mean, rstd, eps, branch = operands
-    rowwise = columnwise = scale = scale_inv = amax = 0
+    (rows, cols), (x, gamma, beta, y, cast, q, mean, rstd, eps, branch) = spec.shape, operands
+    copies: tuple[Tensor | int | None, ...] = (None, None)
+    scales: tuple[Tensor | int | None, ...] = (None, None, None)
+    amax = 0
     if plan.partials:
         amax = rt.workspace("norm amax", 4 * plan.grid)
+        scales = (None, None, amax)
     elif cast is not None and q is not None:
-        rowwise = q.rowwise.ptr if q.rowwise is not None else rt.workspace("norm bytes", plan.scratch)
-        columnwise = q.columnwise.ptr if q.columnwise is not None else 0
-        scale = cast.scale.ptr if cast.scale is not None else 0
-        scale_inv = q.scale_inv.ptr
-        amax = cast.amax.ptr if cast.amax is not None else 0
+        copies = (q.rowwise or rt.workspace("norm bytes", plan.scratch), q.columnwise)
+        scales = (cast.scale, q.scale_inv, cast.amax)
     more: tuple[Any, ...] = ()
     if branch is not None:
-        more = (
-            branch.residual.ptr,
-            branch.bias.ptr if branch.bias is not None else 0,
-            branch.sum.ptr,
-            branch.rng.ptr if branch.rng is not None else 0,
-            signed(branch.site),
-            *plan.mask,
-        )
-    plan.kernel(
-        rt,
-        plan.grid,
-        plan.block,
-        x.ptr,
-        gamma.ptr,
-        beta.ptr if beta is not None else 0,
-        y.ptr if y is not None else 0,
-        rowwise,
-        columnwise,
-        mean.ptr if mean is not None else 0,
-        rstd.ptr,
-        scale,
-        scale_inv,
-        amax,
-        plan.rows,
-        plan.cols,
-        plan.inverse,
-        eps,
-        *more,
-        shared=plan.shared,
-    )
+        mask = mask_of(branch.p)
+        more = (branch.residual, branch.bias, branch.sum, branch.rng, signed(branch.site), *mask)
+    pointers = (x, gamma, beta, y, *copies, mean, rstd, *scales)
+    plan.kernel(rt, plan.grid, plan.block, *pointers, rows, cols, 1.0 / cols, eps, *more, shared=plan.shared)
     if plan.partials and cast is not None and q is not None and y is not None:
-        cast_with_partials(rt, y, cast, q, amax, plan.grid)
+        run_cast(rt, y, cast, q, (amax, plan.grid))
 
 
 # ---------------------------------------------------------------------------------------------- backward
@@ -207,18 +163,12 @@ class BackwardPlan:
     grid: int
     block: int
     shared: int
-    columns: Kernel | None
-    columns_grid: tuple[int, int]
-    total: Kernel
-    total_grid: tuple[int, int]
     parts: int
-    rows: int
-    cols: int
-    inverse: float
+    columns: Kernel | None = None
+    columns_grid: tuple[int, int] = (0, 0)
 
 
-def plan_norm_backward(rt: Runtime, spec: NormOpSpec) -> BackwardPlan:
-    """The launches of `norm_backward`."""
+def _plan_backward(rt: Runtime, spec: NormOpSpec) -> BackwardPlan:
     (rows, cols), margin = spec.shape, spec.sm_margin
     sizes = (spec.x.itemsize, spec.out.itemsize, spec.gamma.itemsize)
     width = tiling.vector_width(cols, spec.alignment, sizes, 16 // max(sizes[:2]))
@@ -227,9 +177,9 @@ def plan_norm_backward(rt: Runtime, spec: NormOpSpec) -> BackwardPlan:
         "DY": TYPES[spec.out],
         "GAMMA": TYPES[spec.gamma],
         "KIND": _KINDS[spec.kind],
-        "ZERO_CENTERED": int(spec.zero_centered),
+        "ZERO_CENTERED": spec.zero_centered,
         "VEC": width,
-        "ADD": int(spec.add),
+        "ADD": spec.add,
     }
     team = tiling.backward_team(cols, width)
     if team is None:
@@ -246,27 +196,14 @@ def plan_norm_backward(rt: Runtime, spec: NormOpSpec) -> BackwardPlan:
         **constants,
         SIZE=team.size,
         ITERS=team.iters,
-        FULL=int(team.is_full(cols)),
+        FULL=team.is_full(cols),
         TEAMS=team.teams,
         STAGES=stages,
     )
     # The same memory serves the addition of the teams' sums at the end.
     shared = max(stages * stage_bytes, team.teams // 2 * cols * 4)
     grid = min(-(-rows // team.teams), max(1, limits(rt).multiprocessors - margin) * side_by_side)
-    return BackwardPlan(
-        "norm_backward_rows",
-        kernel,
-        grid,
-        team.threads,
-        shared,
-        None,
-        (0, 0),
-        *_total(rt, spec),
-        grid,
-        rows,
-        cols,
-        1.0 / cols,
-    )
+    return BackwardPlan("norm_backward_rows", kernel, grid, team.threads, shared, grid)
 
 
 def _plan_wide(rt: Runtime, spec: NormOpSpec, width: int, constants: dict[str, Any]) -> BackwardPlan:
@@ -279,68 +216,21 @@ def _plan_wide(rt: Runtime, spec: NormOpSpec, width: int, constants: dict[str, A
     across = -(-cols // (128 * width))
     # About 8 blocks a multiprocessor; each part is another row of partial sums to add.
     parts = min(rows, max(1, 8 * free // across))
-    return BackwardPlan(
-        "norm_backward_wide",
-        kernel,
-        min(rows, free if margin else 2 * free),
-        1024,
-        0,
-        columns,
-        (across, parts),
-        *_total(rt, spec),
-        parts,
-        rows,
-        cols,
-        1.0 / cols,
-    )
+    grid = min(rows, free if margin else 2 * free)
+    return BackwardPlan("norm_backward_wide", kernel, grid, 1024, 0, parts, columns, (across, parts))
 
 
-def _total(rt: Runtime, spec: NormOpSpec) -> tuple[Kernel, tuple[int, int]]:
-    kernel = loader.get(rt, "norm_backward_sum", args="pppii", GAMMA=TYPES[spec.gamma])
-    return kernel, (-(-spec.shape[1] // 32), 2 if spec.kind == "LayerNorm" else 1)
-
-
-def norm_backward(rt: Runtime, plan: BackwardPlan, operands: NormGradients) -> None:
-    """Run a plan of `plan_norm_backward`."""
+def norm_backward(rt: Runtime, spec: NormOpSpec, operands: NormGradients) -> None:
+    """The gradient of x with partial sums of the others', which another launch adds."""
+    plan, (rows, cols) = rt.plans.find(rt, _plan_backward, spec), spec.shape
     dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta = operands
-    add_ptr = add.ptr if add is not None else 0
-    mean_ptr = mean.ptr if mean is not None else 0
-    partial = rt.workspace("norm backward", 8 * plan.parts * plan.cols)
-    if plan.columns is not None and plan.rows:
-        plan.kernel(
-            rt,
-            plan.grid,
-            plan.block,
-            dy.ptr,
-            x.ptr,
-            gamma.ptr,
-            mean_ptr,
-            rstd.ptr,
-            add_ptr,
-            dx.ptr,
-            plan.rows,
-            plan.cols,
-            plan.inverse,
-        )
-        plan.columns(rt, plan.columns_grid, 128, dy.ptr, x.ptr, mean_ptr, rstd.ptr, partial, plan.rows, plan.cols)
-    elif plan.rows:
-        plan.kernel(
-            rt,
-            plan.grid,
-            plan.block,
-            dy.ptr,
-            x.ptr,
-            gamma.ptr,
-            mean_ptr,
-            rstd.ptr,
-            add_ptr,
-            dx.ptr,
-            partial,
-            plan.rows,
-            plan.cols,
-            plan.inverse,
-            shared=plan.shared,
-        )
-    plan.total(
-        rt, plan.total_grid, 512, partial, dgamma.ptr, dbeta.ptr if dbeta is not None else 0, plan.parts, plan.cols
-    )
+    partial = rt.workspace("norm backward", 8 * plan.parts * cols)
+    pointers = (dy, x, gamma, mean, rstd, add, dx)
+    if plan.columns is not None and rows:
+        plan.kernel(rt, plan.grid, plan.block, *pointers, rows, cols, 1.0 / cols)
+        plan.columns(rt, plan.columns_grid, 128, dy, x, mean, rstd, partial, rows, cols)
+    elif rows:
+        plan.kernel(rt, plan.grid, plan.block, *pointers, partial, rows, cols, 1.0 / cols, shared=plan.shared)
+    total = loader.get(rt, "norm_backward_sum", args="pppii", GAMMA=TYPES[spec.gamma])
+    grid = (-(-cols // 32), 2 if spec.kind == "LayerNorm" else 1)
+    total(rt, grid, 512, partial, dgamma, dbeta, plan.parts, cols)

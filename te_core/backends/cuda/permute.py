@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from te_core import dtypes
@@ -32,118 +31,75 @@ _MODES = {"copy": "SUM", "sum": "SUM", "weighted": "WEIGHTED", "gated": "GATED"}
 # ---------------------------------------------------------------------------------------------------- maps
 
 
-@dataclass(frozen=True, slots=True)
-class RowMapPlan:
-    """The launches of a map: `share` is what a block has of the entries (tiles of tokens, of a mask)."""
-
-    family: str
-    spec: RowMapSpec
-    kernels: tuple[Kernel, ...]
-    blocks: int
-    share: int
-
-
-def plan_row_map(rt: Runtime, spec: RowMapSpec) -> RowMapPlan:
-    """How the entries are shared out over blocks."""
-    kind, tokens = spec.kind, spec.tokens
-    entries: tuple[tuple[str, str], ...]
-    constants = {"SOURCE": _SOURCES[spec.source], "ORDER": "int" if spec.order is None else _SOURCES[spec.order]}
-    if kind == "mask":
-        most = min(2 * _MAP_BLOCKS, max(16, _MAP_COUNTS // max(spec.choices, 1)))
-        share = max(1, -(-tokens // (_TILE * most)))
-        blocks = -(-tokens // (_TILE * share))
-        entries = (("mask_count", "pppqii"), ("mask_place", "ppppqii"))
-        if tokens <= _AT_ONCE:
-            entries = (("mask_map", "ppppqi"),)
-    elif kind == "index":
-        count, tile = tokens * spec.choices, 4 * _THREADS
-        share = max(1, -(-count // (tile * _MAP_BLOCKS))) * tile
-        entries = (("index_count", "ppppqq"), ("index_place", "pppppppqqqqi"))
-        blocks = -(-count // share)
-    else:
-        entries, share = (("chunk_map", "pppqii"),), _CHUNK_ROWS
-        blocks = -(-tokens // share)
-    kernels = [loader.get(rt, "row_map", entry=name, args=args, **constants) for name, args in entries]
-    return RowMapPlan(f"row_map_{kind}", spec, tuple(kernels), blocks if spec.choices or kind == "chunks" else 0, share)
-
-
-def row_map(rt: Runtime, plan: RowMapPlan, source: Tensor, beside: Tensor | None, out: Tensor, rows: int) -> None:
+def row_map(rt: Runtime, spec: RowMapSpec, source: Tensor, beside: Tensor | None, out: Tensor, rows: int) -> None:
     """Number the entries; nothing is known to the host. `beside`: the order of chunks, or a mask's starts to be."""
-    kind = plan.spec.kind
-    if not plan.blocks:
-        for t in (out, beside if kind == "mask" else None):  # no tokens, or no experts
+    if not spec.tokens or (spec.kind != "chunks" and not spec.choices):
+        for t in (out, beside if spec.kind == "mask" else None):  # no tokens, or no experts
             if t is not None and t.size:
                 rt.backend.zero(rt, t)
-    elif kind == "mask":
-        _mask_map(rt, plan, source, 0 if beside is None else beside.ptr, out)
-    elif kind == "index":
-        _index_map(rt, plan, source, out, rows)
+    elif spec.kind == "mask":
+        _mask_map(rt, spec, source, beside, out)
+    elif spec.kind == "index":
+        _index_map(rt, spec, source, out, rows)
     elif beside is not None:
-        _chunk_map(rt, plan, source, beside, out, rows)
+        blocks, shared = -(-spec.tokens // _CHUNK_ROWS), 12 * spec.choices
+        kernel = _map_kernel(rt, spec, "chunk_map", "pppqii")
+        kernel(rt, blocks, _THREADS, source, beside, out, rows, spec.choices, _CHUNK_ROWS, shared=shared)
 
 
-def _mask_map(rt: Runtime, plan: RowMapPlan, routing: Tensor, starts: int, out: Tensor) -> None:
-    tokens, experts = plan.spec.tokens, plan.spec.choices
-    columns = rt.workspace("row map", 4 * (-(-tokens // 32) + plan.blocks) * experts)
+def _map_kernel(rt: Runtime, spec: RowMapSpec, entry: str, args: str) -> Kernel:
+    order = "int" if spec.order is None else _SOURCES[spec.order]
+    return loader.get(rt, "row_map", entry=entry, args=args, SOURCE=_SOURCES[spec.source], ORDER=order)
+
+
+def _mask_map(rt: Runtime, spec: RowMapSpec, routing: Tensor, starts: Tensor | None, out: Tensor) -> None:
+    """Each block has `share` tiles of tokens."""
+    tokens, experts = spec.tokens, spec.choices
+    most = min(2 * _MAP_BLOCKS, max(16, _MAP_COUNTS // experts))
+    share = max(1, -(-tokens // (_TILE * most)))
+    blocks = -(-tokens // (_TILE * share))
+    columns = rt.workspace("row map", 4 * (-(-tokens // 32) + blocks) * experts)
     shared = 12 * (-(-experts // 32) * 32)
-    if len(plan.kernels) == 1:
-        plan.kernels[0](rt, 1, _THREADS, routing.ptr, columns, out.ptr, starts, tokens, experts, shared=shared)
+    if tokens <= _AT_ONCE:
+        kernel = _map_kernel(rt, spec, "mask_map", "ppppqi")
+        kernel(rt, 1, _THREADS, routing, columns, out, starts, tokens, experts, shared=shared)
         return
     counts = columns + 4 * -(-tokens // 32) * experts
-    count, place = plan.kernels
-    sizes = (tokens, experts, plan.share)
-    count(rt, plan.blocks, _THREADS, routing.ptr, columns, counts, *sizes, shared=4 * experts)
-    place(rt, plan.blocks, _THREADS, columns, counts, out.ptr, starts, *sizes, shared=shared)
+    count, place = _map_kernel(rt, spec, "mask_count", "pppqii"), _map_kernel(rt, spec, "mask_place", "ppppqii")
+    count(rt, blocks, _THREADS, routing, columns, counts, tokens, experts, share, shared=4 * experts)
+    place(rt, blocks, _THREADS, columns, counts, out, starts, tokens, experts, share, shared=shared)
 
 
-def _index_map(rt: Runtime, plan: RowMapPlan, ids: Tensor, out: Tensor, rows: int) -> None:
-    tokens, slots = plan.spec.tokens, plan.spec.choices
-    entries, blocks, share = tokens * slots, plan.blocks, plan.share
+def _index_map(rt: Runtime, spec: RowMapSpec, ids: Tensor, out: Tensor, rows: int) -> None:
+    """Each block has `share` entries."""
+    tokens, slots = spec.tokens, spec.choices
+    entries, tile = tokens * slots, 4 * _THREADS
+    share = max(1, -(-entries // (tile * _MAP_BLOCKS))) * tile
+    blocks = -(-entries // share)
     counts = rt.workspace("row map", 4 * (blocks * (_BINS + 1) + 1 + 2 * entries))
     used = counts + 4 * blocks * _BINS
     done = used + 4 * blocks
     ordered = done + 4
     spare = ordered + 4 * entries
-    count, place = plan.kernels
-    sizes = (entries, share)
-    count(rt, blocks, _THREADS, ids.ptr, counts, used, done, *sizes)
-    place(rt, blocks, _THREADS, ids.ptr, counts, used, done, out.ptr, ordered, spare, *sizes, tokens, rows, slots)
-
-
-def _chunk_map(rt: Runtime, plan: RowMapPlan, sizes: Tensor, order: Tensor, out: Tensor, rows: int) -> None:
-    chunks = plan.spec.choices
-    (kernel,) = plan.kernels
-    shared = 12 * chunks
-    kernel(rt, plan.blocks, _THREADS, sizes.ptr, order.ptr, out.ptr, rows, chunks, plan.share, shared=shared)
+    count = _map_kernel(rt, spec, "index_count", "ppppqq")
+    place = _map_kernel(rt, spec, "index_place", "pppppppqqqqi")
+    count(rt, blocks, _THREADS, ids, counts, used, done, entries, share)
+    place(rt, blocks, _THREADS, ids, counts, used, done, out, ordered, spare, entries, share, tokens, rows, slots)
 
 
 # --------------------------------------------------------------------------------------------------- moves
 
 
-@dataclass(frozen=True, slots=True)
-class PermutePlan:
-    """One launch over the tokens, and one that fills up rows (`fill`; its blocks have 256 rows each).
-
-    A `fill` goes by marks that the first launch makes, without which it fills up by itself where `starts` are given.
-    """
-
-    family: str
-    kernel: Kernel
-    blocks: int
-    threads: tuple[int, int]
-    sizes: tuple[int, ...]  # vectors of a row, tokens, rows, choices
-    fill: Kernel | None
-
-
 def _constants(
-    spec: PermuteSpec, width: int, full: bool, batch: tuple[int, int] = (1, 1), team: int = 32
+    spec: PermuteSpec, each: int, across: int, batch: tuple[int, int] = (1, 1), team: int = 32
 ) -> dict[str, Any]:
+    """Those of a kernel whose `across` threads of a token have `each` vectors at a time."""
     return {
-        "WIDTH": width,
-        "MASK": int(spec.masked),
+        "WIDTH": _width(spec),
+        "MASK": spec.masked,
         "PROB": "float" if spec.probs is None else TYPES[spec.probs],
-        "PROBS": int(spec.mode == "gated"),
-        "FULL": int(full),
+        "PROBS": spec.mode == "gated",
+        "FULL": _vectors(spec) % (each * across) == 0,
         "DTYPE": TYPES.get(spec.dtype, "bf16"),
         "MODE": _MODES[spec.mode],
         "TEAM_SIZE": team,
@@ -165,139 +121,89 @@ def _width(spec: PermuteSpec) -> int:
     return bits & -bits
 
 
+def _vectors(spec: PermuteSpec) -> int:
+    """Vectors of a row."""
+    return spec.columns * spec.dtype.itemsize // _width(spec)
+
+
+def _sizes(spec: PermuteSpec) -> tuple[int, int, int, int]:
+    """What follows the pointers of a kernel."""
+    return _vectors(spec), spec.tokens, spec.rows, spec.choices
+
+
 def _threads(vectors: int, each: int) -> tuple[int, int]:
     """(threads of a token, tokens of a block) where a thread is to have `each` vectors."""
     across = min(_THREADS, 1 << max(-(-vectors // each) - 1, 0).bit_length())
     return across, _THREADS // across
 
 
-def _fill(rt: Runtime, spec: PermuteSpec, constants: dict[str, Any]) -> Kernel | None:
-    """What zeros the rows that nothing is written to; they are known by marks."""
-    if not spec.fill or not spec.rows or (spec.starts and spec.tokens and spec.columns):
-        return None
-    return loader.get(rt, "permute", entry="fill_rows", args="pppqq", **constants)
+def _fills(spec: PermuteSpec) -> bool:
+    """Whether a launch of its own fills up rows with zeros: those that have no mark of the first launch, which fills up
+    by itself where `starts` are given."""
+    return spec.fill and bool(spec.rows) and not (spec.starts and spec.tokens and spec.columns)
 
 
-def plan_permute(rt: Runtime, spec: PermuteSpec) -> PermutePlan:
-    """Threads of a token copy its row to all places."""
-    width = _width(spec)
-    vectors = spec.columns * spec.dtype.itemsize // width
-    sizes = (vectors, spec.tokens, spec.rows, spec.choices)
-    across, down = _threads(vectors, _COPIES)
-    constants = _constants(spec, width, vectors % (_COPIES * across) == 0)
-    fill = _fill(rt, spec, constants)
-    kernel = loader.get(rt, "permute", entry="permute_rows", args="pppppppp" + "qqqi", **constants)
-    blocks = -(-spec.tokens // down) if vectors and spec.rows else 0
-    return PermutePlan("permute", kernel, blocks, (across, down), sizes, fill)
-
-
-def permute(rt: Runtime, plan: PermutePlan, operands: Operands, out: Tensor, row_probs: Tensor | None) -> None:
-    """Copy rows; then zeros into those that no token went to."""
-    x, row_map, probs, pad, starts = operands
-    marks = _marks(rt, plan)
-    to_probs = 0 if row_probs is None else row_probs.ptr
-    if plan.blocks:
-        plan.kernel(
-            rt,
-            plan.blocks,
-            plan.threads,
-            x.ptr,
-            out.ptr,
-            row_map.ptr,
-            0 if pad is None else pad.ptr,
-            0 if probs is None else probs.ptr,
-            to_probs,
-            marks,
-            0 if starts is None else starts.ptr,
-            *plan.sizes,
-        )
-    _run_fill(rt, plan, out, to_probs, marks)
-
-
-def _marks(rt: Runtime, plan: PermutePlan) -> int:
+def _marks(rt: Runtime, spec: PermuteSpec) -> int:
     """A zero for each row of the result, which fill_rows leaves behind; 0 if it is not needed."""
-    return 0 if plan.fill is None else rt.workspace("marks of rows", plan.sizes[2], zeroed=True)
+    return rt.workspace("marks of rows", spec.rows, zeroed=True) if _fills(spec) else 0
 
 
-def _run_fill(rt: Runtime, plan: PermutePlan, out: Tensor, to_probs: int, marks: int) -> None:
-    if plan.fill is not None:
-        vectors, rows = plan.sizes[0], plan.sizes[2]
-        plan.fill(rt, -(-rows // _THREADS), _THREADS, out.ptr, to_probs, marks, vectors, rows)
+def _fill(
+    rt: Runtime, spec: PermuteSpec, constants: dict[str, Any], out: Tensor, probs: Tensor | None, marks: int
+) -> None:
+    """Zeros into the rows that nothing was written to; a block has 256 rows."""
+    if _fills(spec):
+        kernel = loader.get(rt, "permute", entry="fill_rows", args="pppqq", **constants)
+        kernel(rt, -(-spec.rows // _THREADS), _THREADS, out, probs, marks, _vectors(spec), spec.rows)
 
 
-def plan_unpermute(rt: Runtime, spec: PermuteSpec) -> PermutePlan:
-    """Threads of a token add up its rows."""
-    width = _width(spec)
-    vectors = spec.columns * spec.dtype.itemsize // width
-    batch = _batch(spec)
-    across, down = _threads(vectors, batch[1])
-    constants = _constants(spec, width, vectors % (batch[1] * across) == 0, batch)
-    kernel = loader.get(rt, "permute", entry="unpermute_rows", args="ppppppp" + "qqqi", **constants)
-    blocks = -(-spec.tokens // down)
-    sizes = (vectors, spec.tokens, spec.rows, spec.choices)
-    return PermutePlan("unpermute", kernel, blocks, (across, down), sizes, None)
+def permute(rt: Runtime, spec: PermuteSpec, operands: Operands, out: Tensor, row_probs: Tensor | None) -> None:
+    """Threads of a token copy its row to all places; then zeros go into those that no token went to."""
+    x, row_map, probs, pad, starts = operands
+    across, down = _threads(_vectors(spec), _COPIES)
+    constants, marks = _constants(spec, _COPIES, across), _marks(rt, spec)
+    kernel = loader.get(rt, "permute", entry="permute_rows", args="pppppppp" + "qqqi", **constants)
+    if _vectors(spec) and spec.rows and spec.tokens:
+        pointers = (x, out, row_map, pad, probs, row_probs, marks, starts)
+        kernel(rt, -(-spec.tokens // down), (across, down), *pointers, *_sizes(spec))
+    _fill(rt, spec, constants, out, row_probs, marks)
 
 
 def unpermute(
-    rt: Runtime, plan: PermutePlan, operands: Operands, row_probs: Tensor | None, out: Tensor, probs: Tensor | None
+    rt: Runtime, spec: PermuteSpec, operands: Operands, row_probs: Tensor | None, out: Tensor, probs: Tensor | None
 ) -> None:
-    """Add up rows; without any there are zeros."""
+    """Threads of a token add up its rows; without any there are zeros."""
     x, row_map, given, pad, _ = operands
-    if not plan.sizes[2]:
+    batch = _batch(spec)
+    across, down = _threads(_vectors(spec), batch[1])
+    constants = _constants(spec, batch[1], across, batch)
+    kernel = loader.get(rt, "permute", entry="unpermute_rows", args="ppppppp" + "qqqi", **constants)
+    if not spec.rows:
         for t in (out, probs):
             if t is not None:
                 rt.backend.zero(rt, t)
-    elif plan.blocks:
-        plan.kernel(
-            rt,
-            plan.blocks,
-            plan.threads,
-            x.ptr,
-            out.ptr,
-            row_map.ptr,
-            0 if pad is None else pad.ptr,
-            0 if given is None else given.ptr,
-            0 if row_probs is None else row_probs.ptr,
-            0 if probs is None else probs.ptr,
-            *plan.sizes,
-        )
-
-
-def plan_unpermute_backward(rt: Runtime, spec: PermuteSpec) -> PermutePlan:
-    """A warp has a token, or, of long rows, a block."""
-    width = _width(spec)
-    vectors = spec.columns * spec.dtype.itemsize // width
-    batch = _batch(spec, backward=True)
-    team = 32 if vectors < 8 * 32 else _TEAM_BLOCK
-    constants = _constants(spec, width, vectors % (batch[1] * team) == 0, batch, team)
-    kernel = loader.get(rt, "permute", entry="unpermute_backward", args="pppppppp" + "qqqi", **constants)
-    blocks = -(-spec.tokens // (_TEAM_BLOCK // team))
-    sizes = (vectors, spec.tokens, spec.rows, spec.choices)
-    return PermutePlan("unpermute_backward", kernel, blocks, (_TEAM_BLOCK, 1), sizes, _fill(rt, spec, constants))
+    elif spec.tokens:
+        pointers = (x, out, row_map, pad, given, row_probs, probs)
+        kernel(rt, -(-spec.tokens // down), (across, down), *pointers, *_sizes(spec))
 
 
 def unpermute_backward(
-    rt: Runtime, plan: PermutePlan, dy: Tensor, operands: Operands, dx: Tensor, d_weights: Tensor
+    rt: Runtime, spec: PermuteSpec, dy: Tensor, operands: Operands, dx: Tensor, d_weights: Tensor
 ) -> None:
-    """Weighted gradients to all places, zeros elsewhere; and the weights' own."""
+    """Weighted gradients to all places, zeros elsewhere; and the weights' own. A warp has a token, or, of long rows, a
+    block."""
     x, row_map, weights, pad, _ = operands
-    if not plan.sizes[2]:
+    if not spec.rows:
         rt.backend.zero(rt, d_weights)
         return
-    marks = _marks(rt, plan)
-    if plan.blocks:
-        plan.kernel(
-            rt,
-            plan.blocks,
-            plan.threads,
-            dy.ptr,
-            x.ptr,
-            dx.ptr,
-            row_map.ptr,
-            0 if pad is None else pad.ptr,
-            0 if weights is None else weights.ptr,
-            d_weights.ptr,
-            marks,
-            *plan.sizes,
+    batch = _batch(spec, backward=True)
+    team = 32 if _vectors(spec) < 8 * 32 else _TEAM_BLOCK
+    constants, marks = _constants(spec, batch[1], team, batch, team), _marks(rt, spec)
+    kernel = loader.get(rt, "permute", entry="unpermute_backward", args="pppppppp" + "qqqi", **constants)
+    if spec.tokens:
+        blocks, pointers = (
+            -(-spec.tokens // (_TEAM_BLOCK // team)),
+            (dy, x, dx, row_map, pad, weights, d_weights, marks),
         )
-    _run_fill(rt, plan, dx, 0, marks)
+        kernel(rt, blocks, (_TEAM_BLOCK, 1), *pointers, *_sizes(spec))
+    _fill(rt, spec, constants, dx, None, marks)

@@ -1,7 +1,7 @@
 """Per-tensor quantization, dequantization, transpose, amax and the delayed-scaling update on CUDA.
 
 Delayed scaling is one launch: the scale is there before. Current scaling is two: the first leaves partial maxima in
-a workspace, the second (`cast_with_partials`) derives the scale from them in every block and casts. Column sums add
+a workspace, the second (`run_cast`) derives the scale from them in every block and casts. Column sums add
 a small launch that adds up the partial sums of the blocks in a fixed order.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from te_core import device, dtypes, libraries
-from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace, sum_kernel
+from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace
 from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
@@ -23,7 +23,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.quantize import QuantizeSpec, ScalingState
+    from te_core.ops.quantize import ScalingState
 
 #: Threads of a block of quantize.cu, activation.cu and elementwise.cu.
 THREADS = 128
@@ -53,7 +53,7 @@ class Tiling:
 
 
 def multiprocessors(rt: Runtime) -> int:
-    """The number of multiprocessors of the runtime's device (asked when a plan is made)."""
+    """The number of multiprocessors of the runtime's device."""
     return device.info(rt.device.index).multiprocessors
 
 
@@ -74,283 +74,140 @@ def tiling(
     return Tiling((across, -(-down // steps)), steps)
 
 
-# ---------------------------------------------------------------------------------------------- casting
-
-
-@dataclass(frozen=True, slots=True)
-class CastPlan:
-    """One launch of quantize.cu. `unaligned` is the other variant's constants, for an x off the 16-byte grid."""
-
-    family: str
-    kernel: Kernel
-    aligned: bool
-    constants: dict[str, Any]
-    tiling: Tiling
-    shape: tuple[int, ...]
-    sum_kernel: Kernel | None
-
-    def kernel_for(self, rt: Runtime, x: Tensor) -> Kernel:
-        """The kernel for this address of x."""
-        if self.aligned and x.ptr & 15:
-            return loader.get(rt, "quantize", args=_QUANTIZE_ARGS, **{**self.constants, "ALIGNED": 0})
-        return self.kernel
+# ---------------------------------------------------------------------------------------------- quantize
 
 
 #: x, rowwise, columnwise, source, scale_inv, amax, column_sum, n_partials, epsilon, power_of_two, rows, cols, steps
 _QUANTIZE_ARGS = "pppppppifiqqi"
 
 
-def plan_cast(
-    rt: Runtime,
-    shape: tuple[int, ...],
-    dtype: DType,
-    fp8: DType,
-    scaling: str,
-    columnwise: bool,
-    sum_dtype: DType | None,
-    max_blocks: int = 0,
-) -> CastPlan:
-    """The plan of one launch over x of this shape: scaling is NO_CAST, GIVEN_SCALE or OWN_SCALE."""
-    aligned = shape[1] % (16 // dtype.itemsize) == 0
-    tall = columnwise or sum_dtype is not None
-    constants: dict[str, Any] = {
-        "DTYPE": TYPES[dtype],
-        "FORMAT": FORMATS[fp8],
-        "SCALING": scaling,
-        "TALL": int(tall),
-        "COLUMNWISE": int(columnwise),
-        "COLUMN_SUM": int(sum_dtype is not None),
-        "ALIGNED": int(aligned),
-    }
-    return CastPlan(
-        family=f"quantize_{'tall' if tall else 'flat'}_{scaling.lower()}",
-        kernel=loader.get(rt, "quantize", args=_QUANTIZE_ARGS, **constants),
-        aligned=aligned,
-        constants=constants,
-        tiling=tiling(shape[0], shape[1], dtype, tall=tall, flat_rows=8, max_blocks=max_blocks),
-        shape=shape,
-        sum_kernel=sum_kernel(rt, sum_dtype),
+def _kernel(
+    rt: Runtime, x: Tensor, fp8: DType, scaling: str, columnwise: bool, column_sum: Tensor | None, max_blocks: int = 0
+) -> tuple[Kernel, Tiling]:
+    """The launch of quantize.cu over x: scaling is NO_CAST, GIVEN_SCALE or OWN_SCALE."""
+    (rows, cols), tall = x.shape, columnwise or column_sum is not None
+    kernel = loader.get(
+        rt,
+        "quantize",
+        args=_QUANTIZE_ARGS,
+        DTYPE=TYPES[x.dtype],
+        FORMAT=FORMATS[fp8],
+        SCALING=scaling,
+        TALL=tall,
+        COLUMNWISE=columnwise,
+        COLUMN_SUM=column_sum is not None,
+        ALIGNED=aligned(x),
     )
+    return kernel, tiling(rows, cols, x.dtype, tall=tall, flat_rows=8, max_blocks=max_blocks)
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether a matrix may be read 16 bytes at a time, whichever row one begins in."""
+    return x.shape[1] % (16 // x.dtype.itemsize) == 0 and not x.ptr & 15
 
 
 def run_cast(
     rt: Runtime,
-    plan: CastPlan,
     x: Tensor,
     cast: Cast,
     q: QuantizedTensor,
-    source: int,
-    n_partials: int,
-    column_sum: Tensor | None,
-) -> None:
-    """Cast x into q with the scale at `source`, or the one that follows from the partial maxima there."""
-    rows, cols = plan.shape
-    tiles = plan.tiling
-    sums = 0 if column_sum is None else column_workspace(rt, tiles.grid[1], cols)
-    plan.kernel_for(rt, x)(
-        rt,
-        tiles.grid,
-        THREADS,
-        x.ptr,
-        0 if q.rowwise is None else q.rowwise.ptr,
-        0 if q.columnwise is None else q.columnwise.ptr,
-        source,
-        q.scale_inv.ptr,
-        0 if cast.amax is None else cast.amax.ptr,
-        sums,
-        n_partials,
-        cast.epsilon,
-        cast.power_of_two,
-        rows,
-        cols,
-        tiles.steps,
-        shared=_SHARED,
-    )
-    if column_sum is not None:
-        add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum.ptr)
-
-
-def cast_with_partials(
-    rt: Runtime,
-    x: Tensor,
-    cast: Cast,
-    q: QuantizedTensor,
-    partials_ptr: int,
-    n_partials: int,
+    partials: tuple[int, int] | None = None,
     column_sum: Tensor | None = None,
 ) -> None:
-    """The second pass of current scaling: cast the matrix x with the scale that its partial maxima imply.
+    """Cast the matrix x into q with the cast's scale, or with the one that its partial maxima imply: (the address of
+    float32 values, how many). The column sums of x on the way.
 
-    The maximum over the float32 values at `partials_ptr` (none: 0) is max |x|. Every block works out the scale by
-    itself; q.scale_inv is written, cast.amax raised if given. One launch (two with `column_sum`, the column sums of
-    x), no allocation but workspaces, safe under graph capture.
+    The maximum of the partials (none: 0) is max |x|. Every block works out the scale by itself; q.scale_inv is written,
+    cast.amax raised if given. No allocation but workspaces, safe under graph capture.
     """
-    sum_dtype = None if column_sum is None else column_sum.dtype
-    key = ("cast_with_partials", x.shape, x.dtype, cast.dtype, cast.columnwise, sum_dtype)
-    plan = rt.plans.get(key)
-    if plan is None:
-        plan = plan_cast(rt, x.shape, x.dtype, cast.dtype, "OWN_SCALE", cast.columnwise, sum_dtype)
-        rt.plans.put(key, plan)
-    run_cast(rt, plan, x, cast, q, partials_ptr, n_partials, column_sum)
+    (rows, cols), limit = x.shape, 0
+    if partials is None and (cast.columnwise or column_sum is not None):  # flat tiles are faster in many small blocks
+        limit = BLOCKS_PER_SM * multiprocessors(rt)
+    scaling = "GIVEN_SCALE" if partials is None else "OWN_SCALE"
+    kernel, tiles = _kernel(rt, x, cast.dtype, scaling, cast.columnwise, column_sum, limit)
+    sums = 0 if column_sum is None else column_workspace(rt, tiles.grid[1], cols)
+    source, count = (cast.scale, 0) if partials is None else partials
+    pointers = (x, q.rowwise, q.columnwise, source, q.scale_inv, cast.amax, sums)
+    numbers = (count, cast.epsilon, cast.power_of_two, rows, cols, tiles.steps)
+    kernel(rt, tiles.grid, THREADS, *pointers, *numbers, shared=_SHARED)
+    add_column_sums(rt, sums, tiles.grid[1], column_sum)
 
 
-# ---------------------------------------------------------------------------------------------- quantize
-
-
-def no_cast(rt: Runtime, plan: CastPlan, x: Tensor, partials: int, column_sum: Tensor) -> None:
-    """The partial maxima and the column sums of x."""
-    (rows, cols), tiles = plan.shape, plan.tiling
-    sums = column_workspace(rt, tiles.grid[1], cols)
-    plan.kernel_for(rt, x)(
-        rt,
-        tiles.grid,
-        THREADS,
-        x.ptr,
-        None,
-        None,
-        None,
-        None,
-        partials,
-        sums,
-        0,
-        0.0,
-        0,
-        rows,
-        cols,
-        tiles.steps,
-        shared=_SHARED,
-    )
-    add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum.ptr)
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizePlan:
-    """Delayed scaling: `cast` alone. Current scaling: the maximum by `amax`, or by `sums` if it also adds columns."""
-
-    family: str
-    cast: CastPlan
-    delayed: bool
-    amax: AmaxPlan | None
-    sums: CastPlan | None
-
-
-def plan_quantize(rt: Runtime, spec: QuantizeSpec) -> QuantizePlan:
-    """The launches of `quantize`."""
-    shape, dtype, sum_dtype = spec.shape, spec.dtype, spec.sum
-    fp8, columnwise = spec.cast.format.dtype, spec.cast.columnwise
-    limit = BLOCKS_PER_SM * multiprocessors(rt)
-    if spec.cast.delayed:
-        tall = columnwise or sum_dtype is not None  # flat tiles are faster in many small blocks
-        cast = plan_cast(rt, shape, dtype, fp8, "GIVEN_SCALE", columnwise, sum_dtype, max_blocks=limit if tall else 0)
-        return QuantizePlan(cast.family, cast, True, None, None)
-    cast = plan_cast(rt, shape, dtype, fp8, "OWN_SCALE", columnwise, None)
-    if sum_dtype is None:
-        largest = plan_amax(rt, shape[0] * shape[1], dtype)
-        return QuantizePlan(f"amax+{cast.family}", cast, False, largest, None)
-    first = _plan_sums(rt, shape, dtype, sum_dtype)
-    return QuantizePlan(f"{first.family}+{cast.family}", cast, False, None, first)
-
-
-def quantize(
-    rt: Runtime, plan: QuantizePlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
-) -> None:
-    """Quantize x as planned."""
+def quantize(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
+    """Delayed scaling: the cast alone. Current scaling: the maximum first, unless it is given, and column sums."""
     if cast.scale is not None:
-        run_cast(rt, plan.cast, x, cast, out, cast.scale.ptr, 0, column_sum)
-    elif cast.maxima is not None:
-        if plan.sums is not None and column_sum is not None:
-            no_cast(rt, plan.sums, x, rt.workspace("amax", 4 * plan.sums.tiling.blocks), column_sum)
-        run_cast(rt, plan.cast, x, cast, out, cast.maxima.ptr, 1, None)
-    elif plan.amax is not None:
-        partials = rt.workspace("amax", 4 * plan.amax.blocks)
-        plan.amax.kernel(rt, plan.amax.blocks, 256, x.ptr, partials, plan.amax.count)
-        run_cast(rt, plan.cast, x, cast, out, partials, plan.amax.blocks, None)
-    elif plan.sums is not None and column_sum is not None:
-        blocks = plan.sums.tiling.blocks
-        partials = rt.workspace("amax", 4 * blocks)
-        no_cast(rt, plan.sums, x, partials, column_sum)
-        run_cast(rt, plan.cast, x, cast, out, partials, blocks, None)
+        run_cast(rt, x, cast, out, column_sum=column_sum)
+        return
+    given = None if cast.maxima is None else (cast.maxima.ptr, 1)
+    if column_sum is not None:
+        found = _maxima_and_sums(rt, x, column_sum)
+        run_cast(rt, x, cast, out, given or found)
+    else:
+        run_cast(rt, x, cast, out, given or maxima(rt, x))
 
 
 # ---------------------------------------------------------------------------------------------- amax
 
 
-@dataclass(frozen=True, slots=True)
-class AmaxPlan:
-    """One launch of amax.cu that leaves a partial maximum for each of its blocks."""
+def maxima(rt: Runtime, x: Tensor) -> tuple[int, int]:
+    """Partial maxima of x in a workspace: their address, and how many."""
+    blocks = amax_blocks(rt, x.size, x.dtype)
+    partials = rt.workspace("amax", 4 * blocks)
+    _amax_kernel(rt, x.dtype)(rt, blocks, 256, x, partials, x.size)
+    return partials, blocks
 
-    kernel: Kernel
-    blocks: int
-    count: int
+
+def _maxima_and_sums(rt: Runtime, x: Tensor, column_sum: Tensor) -> tuple[int, int]:
+    """The same; the column sums of x in the same pass."""
+    (rows, cols), limit = x.shape, BLOCKS_PER_SM * multiprocessors(rt)
+    kernel, tiles = _kernel(rt, x, dtypes.float8_e4m3, "NO_CAST", False, column_sum, limit)
+    partials = rt.workspace("amax", 4 * tiles.blocks)
+    sums = column_workspace(rt, tiles.grid[1], cols)
+    pointers = (x, None, None, None, None, partials, sums)
+    kernel(rt, tiles.grid, THREADS, *pointers, 0, 0.0, 0, rows, cols, tiles.steps, shared=_SHARED)
+    add_column_sums(rt, sums, tiles.grid[1], column_sum)
+    return partials, tiles.blocks
 
 
-def plan_amax(rt: Runtime, count: int, dtype: DType) -> AmaxPlan:
+def amax_blocks(rt: Runtime, count: int, dtype: DType) -> int:
     """Blocks of 256 threads with four 16-byte loads each, no more than the device holds at once."""
-    most = BLOCKS_PER_SM * multiprocessors(rt)
-    blocks = min(most, max(1, -(-count * dtype.itemsize // (256 * 4 * 16))))
-    return AmaxPlan(loader.get(rt, "amax", args="ppq", DTYPE=TYPES[dtype]), blocks, count)
+    return min(BLOCKS_PER_SM * multiprocessors(rt), max(1, -(-count * dtype.itemsize // (256 * 4 * 16))))
 
 
-def amax(rt: Runtime, x: Tensor, out: Tensor, column_sum: Tensor | None) -> None:
-    """out[0] = max |x|, NaN ignored; the column sums in the same pass."""
-    if column_sum is not None:
-        _amax_and_sums(rt, x, out, column_sum)
-        return
-    key = ("amax", x.size, x.dtype)
-    plan = rt.plans.get(key)
-    if plan is None:
-        plan = rt.plans.put(key, plan_amax(rt, x.size, x.dtype))
-    if plan.blocks == 1:
-        plan.kernel(rt, 1, 256, x.ptr, out.ptr, plan.count)
-        return
-    partials = rt.workspace("amax", 4 * plan.blocks)
-    plan.kernel(rt, plan.blocks, 256, x.ptr, partials, plan.count)
-    _finish(rt, x.dtype)(rt, 1, 256, partials, out.ptr, plan.blocks)
+def _amax_kernel(rt: Runtime, dtype: DType) -> Kernel:
+    return loader.get(rt, "amax", args="ppq", DTYPE=TYPES[dtype])
 
 
 def _finish(rt: Runtime, dtype: DType) -> Kernel:
     return loader.get(rt, "amax", entry="amax_finish", args="ppi", DTYPE=TYPES[dtype])
 
 
-def _amax_and_sums(rt: Runtime, x: Tensor, out: Tensor, column_sum: Tensor) -> None:
-    """The first pass of `quantize` in current scaling, and its maximum as a number."""
-    key = ("amax and sums", x.shape, x.dtype, column_sum.dtype)
-    plan = rt.plans.get(key)
-    if plan is None:
-        plan = rt.plans.put(key, _plan_sums(rt, x.shape, x.dtype, column_sum.dtype))
-    partials = rt.workspace("amax", 4 * plan.tiling.blocks)
-    no_cast(rt, plan, x, partials, column_sum)
-    _finish(rt, x.dtype)(rt, 1, 256, partials, out.ptr, plan.tiling.blocks)
-
-
-def _plan_sums(rt: Runtime, shape: tuple[int, ...], dtype: DType, sum_dtype: DType) -> CastPlan:
-    limit = BLOCKS_PER_SM * multiprocessors(rt)
-    return plan_cast(rt, shape, dtype, dtypes.float8_e4m3, "NO_CAST", False, sum_dtype, max_blocks=limit)
+def amax(rt: Runtime, x: Tensor, out: Tensor, column_sum: Tensor | None) -> None:
+    """out[0] = max |x|, NaN ignored; the column sums in the same pass."""
+    if column_sum is None and amax_blocks(rt, x.size, x.dtype) == 1:
+        _amax_kernel(rt, x.dtype)(rt, 1, 256, x, out, x.size)
+        return
+    partials, count = maxima(rt, x) if column_sum is None else _maxima_and_sums(rt, x, column_sum)
+    _finish(rt, x.dtype)(rt, 1, 256, partials, out, count)
 
 
 def amax_many(rt: Runtime, tensors: Sequence[Tensor], out: Tensor) -> None:
     """out[i] = max |tensors[i]|: a launch for each, of equally many blocks, and one that finishes all of them."""
     dtype = tensors[0].dtype
-    largest = max([t.size for t in tensors])
-    key = ("amax", largest, dtype)
-    plan = rt.plans.get(key)
-    if plan is None:
-        plan = rt.plans.put(key, plan_amax(rt, largest, dtype))
-    blocks = plan.blocks
+    blocks = amax_blocks(rt, max([t.size for t in tensors]), dtype)
     first = at = out.ptr if blocks == 1 else rt.workspace("amax", 4 * blocks * len(tensors))
     for t in tensors:
-        plan.kernel(rt, blocks, 256, t.ptr, at, t.size)
+        _amax_kernel(rt, dtype)(rt, blocks, 256, t, at, t.size)
         at += 4 * blocks
     if blocks > 1:
-        _finish(rt, dtype)(rt, len(tensors), 256, first, out.ptr, blocks)
+        _finish(rt, dtype)(rt, len(tensors), 256, first, out, blocks)
 
 
 def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
     """One launch that adds to what is there."""
     if x.size:
-        blocks = plan_amax(rt, x.size, x.dtype).blocks
         kernel = loader.get(rt, "nonfinite", args="ppq", DTYPE=TYPES[x.dtype])
-        kernel(rt, blocks, 256, x.ptr, out.ptr, x.size)
+        kernel(rt, amax_blocks(rt, x.size, x.dtype), 256, x, out, x.size)
 
 
 # ---------------------------------------------------------------------------------------------- and back
@@ -370,12 +227,12 @@ def dequantize(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -
         args="pppqq",
         DTYPE=TYPES[out.dtype],
         FORMAT=FORMATS[q.dtype],
-        COLUMNWISE=int(columnwise),
-        VECTOR=int(vector),
+        COLUMNWISE=columnwise,
+        VECTOR=vector,
     )
     tile_m, tile_n = (8 * PAD, 64) if columnwise else (16, 32 * PAD)
     grid = (-(-cols // tile_n), -(-rows // tile_m))
-    kernel(rt, grid, THREADS, source.ptr, q.scale_inv.ptr, out.ptr, rows, cols)
+    kernel(rt, grid, THREADS, source, q.scale_inv, out, rows, cols)
 
 
 def transpose(rt: Runtime, x: Tensor, out: Tensor) -> None:
@@ -384,10 +241,10 @@ def transpose(rt: Runtime, x: Tensor, out: Tensor) -> None:
     if not rows or not cols:
         return
     size = x.dtype.itemsize
-    aligned = not ((rows * size | cols * size | x.ptr | out.ptr) & 15)
-    kernel = loader.get(rt, "transpose", args="ppqq", SIZE=size, ALIGNED=int(aligned))
-    tile_m, tile_n = (8 * 16 // size, 16 * 16 // size) if aligned else (32, 32)
-    kernel(rt, (-(-cols // tile_n), -(-rows // tile_m)), THREADS, x.ptr, out.ptr, rows, cols)
+    whole = not ((rows * size | cols * size | x.ptr | out.ptr) & 15)
+    kernel = loader.get(rt, "transpose", args="ppqq", SIZE=size, ALIGNED=whole)
+    tile_m, tile_n = (8 * 16 // size, 16 * 16 // size) if whole else (32, 32)
+    kernel(rt, (-(-cols // tile_n), -(-rows // tile_m)), THREADS, x, out, rows, cols)
 
 
 # ---------------------------------------------------------------------------------------------- scale update
@@ -416,7 +273,7 @@ def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePla
     states = [s for s in states if s.history.size]
     roomy = libraries.driver_version() >= (12, 1) and libraries.version("nvrtc") >= (12, 1)
     capacity = _LARGE if roomy and len(states) > _SMALL else _SMALL
-    kernel = loader.get(rt, "scale_update", args="b", CAPACITY=capacity, HISTORY_MAX=int(algo == "max"))
+    kernel = loader.get(rt, "scale_update", args="b", CAPACITY=capacity, HISTORY_MAX=algo == "max")
     launches = []
     for start in range(0, len(states), capacity):
         part = states[start : start + capacity]

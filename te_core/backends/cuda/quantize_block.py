@@ -5,19 +5,13 @@ One launch makes both copies; column sums add a small one that adds up the parti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
 from te_core.backends.cuda.quantize import THREADS as DEQUANTIZE_THREADS
-from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace, sum_kernel
+from te_core.backends.cuda.quantize import aligned
+from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace
 from te_core.kernels import loader
-from te_core.kernels.loader import Kernel
 from te_core.quantized import BLOCK, PAD, Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from te_core.ops.quantize import QuantizeSpec
 
 _SIDE = BLOCK["block"]
 #: Rows of a thread of quantize_block.cu; its columns fill 16 bytes.
@@ -26,86 +20,29 @@ _ROWS = 16
 _ARGS = "ppppppfiqqi"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPlan:
-    """One launch of quantize_block.cu. `constants` serve its other variant, for an x off the 16-byte grid."""
-
-    family: str
-    kernel: Kernel
-    aligned: bool
-    constants: dict[str, Any]
-    shape: tuple[int, ...]
-    across: int  # tiles
-    down: int
-    threads: int
-    shared: int
-    sum_kernel: Kernel | None
-
-    def kernel_for(self, rt: Runtime, x: Tensor) -> Kernel:
-        """The kernel for this address of x."""
-        if self.aligned and x.ptr & 15:
-            return loader.get(rt, "quantize_block", args=_ARGS, **{**self.constants, "ALIGNED": 0})
-        return self.kernel
-
-
-def plan_quantize_block(rt: Runtime, spec: QuantizeSpec) -> BlockPlan:
-    """The launch of `quantize_block`."""
-    shape, dtype, sum_dtype = spec.shape, spec.dtype, spec.sum
-    form, rowwise, columnwise = spec.cast.format, spec.cast.rowwise, spec.cast.columnwise
-    vector = 16 // dtype.itemsize
-    aligned = shape[1] % vector == 0
-    constants: dict[str, Any] = {
-        "DTYPE": TYPES[dtype],
-        "FORMAT": FORMATS[form.dtype],
-        "TILED": int(form.tiled),
-        "ROWWISE": int(rowwise),
-        "COLUMNWISE": int(columnwise),
-        "COLUMN_SUM": int(sum_dtype is not None),
-        "ALIGNED": int(aligned),
-    }
-    copies = "both" if rowwise and columnwise else "rowwise" if rowwise else "columnwise"
-    grain = f"{_SIDE if form.tiled else 1}x{_SIDE}"
-    return BlockPlan(
-        family=f"quantize_block_{grain}_{copies}{'' if sum_dtype is None else '_sums'}",
-        kernel=loader.get(rt, "quantize_block", args=_ARGS, **constants),
-        aligned=aligned,
-        constants=constants,
-        shape=shape,
-        across=-(-shape[1] // _SIDE),
-        down=-(-shape[0] // _SIDE),
-        threads=_SIDE // _ROWS * _SIDE // vector,
-        shared=_SIDE * _SIDE * dtype.itemsize,
-        sum_kernel=sum_kernel(rt, sum_dtype),
+def quantize_block(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
+    """Quantize x in one launch of quantize_block.cu."""
+    (rows, cols), dtype = x.shape, x.dtype
+    across, down = -(-cols // _SIDE), -(-rows // _SIDE)
+    kernel = loader.get(
+        rt,
+        "quantize_block",
+        args=_ARGS,
+        DTYPE=TYPES[dtype],
+        FORMAT=FORMATS[cast.dtype],
+        TILED=cast.format.tiled,
+        ROWWISE=cast.rowwise,
+        COLUMNWISE=cast.columnwise,
+        COLUMN_SUM=column_sum is not None,
+        ALIGNED=aligned(x),
     )
-
-
-def quantize_block(
-    rt: Runtime, plan: BlockPlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
-) -> None:
-    """Quantize x as planned."""
-    rows, cols = plan.shape
-    sums = 0 if column_sum is None else column_workspace(rt, plan.down, cols)
-    blocks = plan.across * plan.down
-    if blocks:
-        plan.kernel_for(rt, x)(
-            rt,
-            blocks,
-            plan.threads,
-            x.ptr,
-            0 if out.rowwise is None else out.rowwise.ptr,
-            0 if out.rowwise_scale is None else out.rowwise_scale.ptr,
-            0 if out.columnwise is None else out.columnwise.ptr,
-            0 if out.columnwise_scale is None else out.columnwise_scale.ptr,
-            sums,
-            cast.epsilon,
-            cast.power_of_two,
-            rows,
-            cols,
-            plan.across,
-            shared=plan.shared,
-        )
-    if column_sum is not None:
-        add_column_sums(rt, plan.sum_kernel, sums, plan.down, cols, column_sum.ptr)
+    sums = 0 if column_sum is None else column_workspace(rt, down, cols)
+    if across and down:
+        threads, shared = _SIDE // _ROWS * _SIDE // (16 // dtype.itemsize), _SIDE * _SIDE * dtype.itemsize
+        pointers = (x, out.rowwise, out.rowwise_scale, out.columnwise, out.columnwise_scale, sums)
+        numbers = (cast.epsilon, cast.power_of_two, rows, cols, across)
+        kernel(rt, across * down, threads, *pointers, *numbers, shared=shared)
+    add_column_sums(rt, sums, down, column_sum)
 
 
 def dequantize_block(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -> None:
@@ -122,10 +59,10 @@ def dequantize_block(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: b
         args="pppqq",
         DTYPE=TYPES[out.dtype],
         FORMAT=FORMATS[q.dtype],
-        COLUMNWISE=int(columnwise),
-        TILED=int(q.format.tiled),
-        VECTOR=int(vector),
+        COLUMNWISE=columnwise,
+        TILED=q.format.tiled,
+        VECTOR=vector,
     )
     tile_m, tile_n = (8 * PAD, 64) if columnwise else (16, 32 * PAD)
     grid = (-(-rows // tile_m), -(-cols // tile_n))
-    kernel(rt, grid, DEQUANTIZE_THREADS, source.ptr, scales.ptr, out.ptr, rows, cols)
+    kernel(rt, grid, DEQUANTIZE_THREADS, source, scales, out, rows, cols)

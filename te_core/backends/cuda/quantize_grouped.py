@@ -11,7 +11,6 @@ import struct
 from collections.abc import Sequence
 from ctypes import Array, c_char, create_string_buffer
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from te_core import libraries
@@ -25,7 +24,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.quantize import QuantizeSpec
+    from te_core.ops.quantize_grouped import GroupedSpec
 
 #: Entries that a launch's parameters hold, as in scale_update: 4 KB everywhere, 32,764 bytes since CUDA 12.1.
 _SMALL, _LARGE = 48, 384
@@ -36,8 +35,6 @@ _PART = struct.Struct("=QQiI")  # Part of column_sum.cu, and what follows 128 of
 _PARTS, _PARTS_TAIL, _COLUMNS = 128, struct.Struct("=qi4x"), 32
 _STAGES = 4 * STAGE_BYTES  # quantize_grouped.cu has four stages
 _SIDE = BLOCK["block"]
-
-_tiling = lru_cache(4096)(tiling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Variant:
     def get(self, rt: Runtime, aligned: bool, capacity: int) -> Kernel:
         """The kernel."""
         return loader.get(
-            rt, self.name, entry=self.entry, args="b", ALIGNED=int(aligned), CAPACITY=capacity, **dict(self.constants)
+            rt, self.name, entry=self.entry, args="b", ALIGNED=aligned, CAPACITY=capacity, **dict(self.constants)
         )
 
 
@@ -75,9 +72,8 @@ class GroupedPlan:
         return self.cast.name == "quantize_block"
 
 
-def plan_quantize_grouped(rt: Runtime, spec: QuantizeSpec) -> GroupedPlan:
-    """The launches of `quantize_grouped`, for any number of rows."""
-    (_, width), dtype, sum_dtype = spec.shape, spec.dtype, spec.sum
+def _plan(rt: Runtime, spec: GroupedSpec) -> GroupedPlan:
+    width, dtype, sum_dtype = spec.width, spec.dtype, spec.sum
     form, columnwise = spec.cast.format, spec.cast.columnwise
     adds = sum_dtype is not None
     sums = (
@@ -89,10 +85,10 @@ def plan_quantize_grouped(rt: Runtime, spec: QuantizeSpec) -> GroupedPlan:
         constants = {
             "DTYPE": TYPES[dtype],
             "FORMAT": FORMATS[form.dtype],
-            "TILED": int(form.tiled),
-            "ROWWISE": int(spec.cast.rowwise),
-            "COLUMNWISE": int(columnwise),
-            "COLUMN_SUM": int(adds),
+            "TILED": form.tiled,
+            "ROWWISE": spec.cast.rowwise,
+            "COLUMNWISE": columnwise,
+            "COLUMN_SUM": adds,
             "GROUPED": 1,
         }
         cast = Variant("quantize_block", "quantize_block_grouped", tuple(constants.items()))
@@ -112,22 +108,23 @@ def _variant(dtype: DType, fp8: DType, scaling: str, columnwise: bool, adds: boo
         "DTYPE": TYPES[dtype],
         "FORMAT": FORMATS[fp8],
         "SCALING": scaling,
-        "TALL": int(columnwise or adds),
-        "COLUMNWISE": int(columnwise),
-        "COLUMN_SUM": int(adds),
+        "TALL": columnwise or adds,
+        "COLUMNWISE": columnwise,
+        "COLUMN_SUM": adds,
     }
     return Variant("quantize_grouped", "quantize_grouped", tuple(constants.items()))
 
 
 def quantize_grouped(
     rt: Runtime,
-    plan: GroupedPlan,
+    spec: GroupedSpec,
     parts: Sequence[Tensor],
     casts: Sequence[Cast],
     outs: Sequence[QuantizedTensor],
     column_sums: Sequence[Tensor] | None,
 ) -> None:
-    """Quantize all matrices as planned."""
+    """Quantize all matrices."""
+    plan = rt.plans.find(rt, _plan, spec)
     capacity = _LARGE if len(parts) > _SMALL and _roomy() else _SMALL
     vector = 16 // plan.dtype.itemsize
     aligned = plan.width % vector == 0 and not any(part.ptr & 15 for part in parts)
@@ -181,7 +178,7 @@ class _Chunk:
     # ------------------------------------------------------------------------------------------ per tensor
 
     def _tiling(self, part: Tensor, tall: bool, limit: int) -> Tiling:
-        return _tiling(part.shape[0], part.shape[1], part.dtype, tall=tall, flat_rows=8, max_blocks=limit)
+        return tiling(part.shape[0], part.shape[1], part.dtype, tall=tall, flat_rows=8, max_blocks=limit)
 
     def _sums(self, rt: Runtime, tiles: Sequence[Tiling], wanted: Sequence[Tensor] | None) -> list[int]:
         """Where each matrix leaves its partial column sums."""

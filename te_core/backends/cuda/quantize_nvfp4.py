@@ -7,19 +7,15 @@ With an amax for each row the first launch, one for each copy, writes them where
 from __future__ import annotations
 
 from ctypes import c_int32
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
-from te_core.backends.cuda.quantize import BLOCKS_PER_SM, THREADS, AmaxPlan, multiprocessors, plan_amax
-from te_core.backends.cuda.sums import TYPES, ColumnSum
+from te_core.backends.cuda import sums
+from te_core.backends.cuda.quantize import BLOCKS_PER_SM, THREADS, aligned, maxima, multiprocessors
+from te_core.backends.cuda.sums import TYPES
 from te_core.kernels import loader
-from te_core.kernels.loader import Kernel
 from te_core.quantized import Cast, QuantizedTensor, padded, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from te_core.ops.quantize import QuantizeSpec
 
 _SIDE = 64  # of the tiles of nvfp4.cuh
 _FOUR_OVER_SIX = {None: 0, "MAE": 1, "MSE": 2}
@@ -30,119 +26,55 @@ _QUANTIZE_ARGS = "ppppppppipifqqq"
 _MAXIMA_ARGS = "ppqqqq"
 
 
-@dataclass(frozen=True, slots=True)
-class Nvfp4Plan:
-    """The launches of `quantize_nvfp4`; `unaligned` variants are for an x off the 16-byte grid."""
-
-    family: str
-    shape: tuple[int, int]
-    constants: dict[str, Any]
-    across: int
-    blocks: int
-    partials: int
-    amax: AmaxPlan | None
-    sums: ColumnSum | None
-
-    def kernel(self, rt: Runtime, entry: str, args: str, x: Tensor) -> Kernel:
-        """A function of quantize_nvfp4.cu for this address of x."""
-        constants = self.constants
-        if x.ptr & 15 and constants["ALIGNED"]:
-            constants = {**constants, "ALIGNED": 0}
-        return loader.get(rt, "quantize_nvfp4", entry=entry, args=args, **constants)
-
-
-def plan_quantize_nvfp4(rt: Runtime, spec: QuantizeSpec) -> Nvfp4Plan:
-    """The launches of `quantize_nvfp4`."""
-    cast, form, dtype, (rows, cols) = spec.cast, spec.cast.format, spec.dtype, spec.shape
-    transform = cast.transform and cast.columnwise
+def quantize_nvfp4(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
+    """Quantize x: its maxima, unless they are given, and the launch that casts."""
+    (rows, cols), form = x.shape, cast.format
+    get = partial(
+        loader.get,
+        rt,
+        "quantize_nvfp4",
+        DTYPE=TYPES[x.dtype],
+        ALIGNED=aligned(x),
+        TILED=form.tiled,
+        TRANSFORM=cast.transform and cast.columnwise,
+        STOCHASTIC=cast.stochastic,
+        ROW_SCALED=form.row_scaled,
+        FOUR_OVER_SIX=_FOUR_OVER_SIX[cast.four_over_six],
+    )
+    partials, count = 0, 0
+    if cast.maxima is not None:  # one partial, or one pair of them
+        partials, count = cast.maxima.ptr, 1
+    elif cast.transform and cast.columnwise:
+        across, down = -(-cols // _SIDE), -(-rows // _SIDE)
+        count = min(BLOCKS_PER_SM * multiprocessors(rt), max(1, across * down))
+        partials = rt.workspace("amax", 8 * count)
+        kernel = get(entry="maxima", args=_MAXIMA_ARGS)
+        kernel(rt, count, THREADS, x, partials, rows, cols, across, across * down)
+    elif not form.row_scaled:
+        partials, count = maxima(rt, x)
+    else:
+        if out.rowwise_amax is not None and rows:
+            get(entry="row_maxima", args="ppq")(rt, rows, 256, x, out.rowwise_amax, cols)
+        if out.columnwise_amax is not None and cols:
+            kernel = get(entry="column_maxima", args="ppqq")
+            kernel(rt, -(-cols // 32), (32, 8), x, out.columnwise_amax, rows, cols)
     # The scales of a copy reach to a multiple of 128 lines and of 64 elements along them.
     across = max(1, up(cols, 128 if cast.columnwise else _SIDE) // _SIDE)
     down = max(1, up(rows, 128 if cast.rowwise else _SIDE) // _SIDE)
-    partials, amax = 0, None
-    if transform:
-        partials = min(BLOCKS_PER_SM * multiprocessors(rt), max(1, -(-cols // _SIDE) * -(-rows // _SIDE)))
-    elif not form.row_scaled:
-        amax = plan_amax(rt, rows * cols, dtype)
-        partials = amax.blocks
-    constants = {
-        "DTYPE": TYPES[dtype],
-        "ALIGNED": int(cols % (16 // dtype.itemsize) == 0),
-        "TILED": int(form.tiled),
-        "TRANSFORM": int(transform),
-        "STOCHASTIC": int(cast.stochastic),
-        "ROW_SCALED": int(form.row_scaled),
-        "FOUR_OVER_SIX": _FOUR_OVER_SIX[cast.four_over_six],
-    }
-    first = "line_maxima" if form.row_scaled else "maxima" if transform else "amax"
-    return Nvfp4Plan(
-        f"{first}+quantize_nvfp4",
-        (rows, cols),
-        constants,
-        across,
-        across * down,
-        partials,
-        amax,
-        None if spec.sum is None else ColumnSum(rt, rows, cols, dtype, spec.sum),
-    )
+    copies = (*_pieces(out, False), *_pieces(out, True))
+    site = c_int32(cast.site & 0xFFFFFFFF).value
+    kernel = get(args=_QUANTIZE_ARGS)
+    numbers = (site, 6.0 * form.bound, rows, cols, across)
+    kernel(rt, across * down, THREADS, x, *copies, partials, count, cast.rng, *numbers)
+    if column_sum is not None:
+        sums.column_sum(rt, x.ptr, x.shape, x.dtype, column_sum)
 
 
-def quantize_nvfp4(
-    rt: Runtime, plan: Nvfp4Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
-) -> None:
-    """Quantize x as planned."""
-    (rows, cols), partials, count = plan.shape, 0, plan.partials
-    if cast.maxima is not None:  # one partial, or one pair of them
-        partials, count = cast.maxima.ptr, 1
-    elif plan.amax is not None:
-        partials = rt.workspace("amax", 4 * plan.partials)
-        plan.amax.kernel(rt, plan.partials, 256, x.ptr, partials, plan.amax.count)
-    elif plan.partials:
-        partials = rt.workspace("amax", 8 * plan.partials)
-        across, down = -(-cols // _SIDE), -(-rows // _SIDE)
-        maxima = plan.kernel(rt, "maxima", _MAXIMA_ARGS, x)
-        maxima(rt, plan.partials, THREADS, x.ptr, partials, rows, cols, across, across * down)
-    else:
-        _line_maxima(rt, plan, x, out)
-    plan.kernel(rt, "quantize_nvfp4", _QUANTIZE_ARGS, x)(
-        rt,
-        plan.blocks,
-        THREADS,
-        x.ptr,
-        *_addresses(out, False),
-        *_addresses(out, True),
-        partials,
-        count,
-        0 if cast.rng is None else cast.rng.ptr,
-        c_int32(cast.site & 0xFFFFFFFF).value,
-        6.0 * cast.format.bound,
-        rows,
-        cols,
-        plan.across,
-    )
-    if plan.sums is not None and column_sum is not None:
-        plan.sums(rt, x.ptr, 0, column_sum.ptr)
-
-
-def _line_maxima(rt: Runtime, plan: Nvfp4Plan, x: Tensor, out: QuantizedTensor) -> None:
-    """The amax of each row, and of each column, of x."""
-    rows, cols = plan.shape
-    if out.rowwise_amax is not None and rows:
-        kernel = plan.kernel(rt, "row_maxima", "ppq", x)
-        kernel(rt, rows, 256, x.ptr, out.rowwise_amax.ptr, cols)
-    if out.columnwise_amax is not None and cols:
-        kernel = plan.kernel(rt, "column_maxima", "ppqq", x)
-        kernel(rt, -(-cols // 32), (32, 8), x.ptr, out.columnwise_amax.ptr, rows, cols)
-
-
-def _addresses(q: QuantizedTensor, columnwise: bool) -> tuple[int, int, int]:
-    """Of data, scales and amax of a copy; zeros for one that is not there."""
-    if columnwise:
-        data, scale, amax = q.columnwise, q.columnwise_scale, q.columnwise_amax
-    else:
-        data, scale, amax = q.rowwise, q.rowwise_scale, q.rowwise_amax
-    if data is None or scale is None or amax is None:
-        return 0, 0, 0
-    return data.ptr, scale.ptr, amax.ptr
+def _pieces(q: QuantizedTensor, columnwise: bool) -> tuple[Tensor | None, ...]:
+    """Data, scales and amax of a copy; none of a copy that is not there, or has no lines."""
+    side = "columnwise" if columnwise else "rowwise"
+    found = getattr(q, side), getattr(q, f"{side}_scale"), getattr(q, f"{side}_amax")
+    return (None, None, None) if None in found else found
 
 
 def dequantize_nvfp4(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -> None:
@@ -157,10 +89,9 @@ def dequantize_nvfp4(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: b
         "dequantize_nvfp4",
         args="ppppfqqq",
         DTYPE=TYPES[out.dtype],
-        COLUMNWISE=int(columnwise),
-        ROW_SCALED=int(form.row_scaled),
+        COLUMNWISE=columnwise,
+        ROW_SCALED=form.row_scaled,
     )
     across = -(-length // _SIDE)
     blocks = across * -(-count // _SIDE)
-    addresses = _addresses(q, columnwise)
-    kernel(rt, blocks, THREADS, *addresses, out.ptr, 1.0 / (6 * form.bound), count, length, across)
+    kernel(rt, blocks, THREADS, *_pieces(q, columnwise), out, 1.0 / (6 * form.bound), count, length, across)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from te_core.backends.cuda.sums import TYPES
 from te_core.dtypes import DType
 from te_core.kernels import loader
-from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor, dense_strides
 
@@ -23,18 +21,6 @@ _UNITS = 2  # of a token in one thread, where there are enough: the angles are m
 _ARGS = "pppppqqqqqqiiiii"
 #: packed, q, k, v, two freqs, cu_seqlens, starts | tokens, sequences, two tables | heads .. dk2, grouped, cp
 _QKV_ARGS = "pppppppp" + "qqqq" + "iiiiiiiiii"
-
-
-@dataclass(frozen=True, slots=True)
-class RopePlan:
-    """One launch; `sizes` are its arguments behind the pointers."""
-
-    family: str
-    kernel: Kernel
-    blocks: int
-    threads: int
-    shared: int
-    sizes: tuple[int, ...]
 
 
 def _width(dtype: DType, alignment: int, sizes: tuple[int, ...]) -> int:
@@ -57,8 +43,16 @@ def _extent(lead: tuple[int, ...], turn: Turn) -> tuple[int, int]:
     return (lead[0], lead[1]) if turn.fmt == "sbhd" else (lead[1], lead[0])
 
 
-def plan_rope(rt: Runtime, spec: RopeOpSpec) -> RopePlan:
-    """The launch of `rope`."""
+def rope(
+    rt: Runtime,
+    spec: RopeOpSpec,
+    t: Tensor,
+    freqs: Tensor,
+    cu_seqlens: Tensor | None,
+    starts: Tensor | None,
+    out: Tensor,
+) -> None:
+    """out = t turned (or turned back)."""
     shape, table, turn, fmt = spec.shape, spec.table, spec.turn, spec.turn.fmt
     heads, d, d2 = shape[-2], shape[-1], table[-1]
     steps = spec.strides or dense_strides(shape)
@@ -69,44 +63,29 @@ def plan_rope(rt: Runtime, spec: RopeOpSpec) -> RopePlan:
         args=_ARGS,
         DTYPE=TYPES[spec.dtype],
         FORMAT=fmt.upper(),
-        INTERLEAVED=int(turn.interleaved),
-        BACKWARD=int(turn.backward),
+        INTERLEAVED=turn.interleaved,
+        BACKWARD=turn.backward,
         VEC=width,
     )
     sequence_step = 0 if fmt == "thd" else steps[1 if fmt == "sbhd" else 0]
     token_step = steps[1 if fmt == "bshd" else 0]
-    tokens, sequences = _extent(shape[:-2], turn)
-    return RopePlan(
-        f"rope_{fmt}",
-        kernel,
-        prod(shape[:-2]) if prod(shape[-2:]) else 0,
-        _threads(heads * (d - d2 // 2) // width),
-        8 * d2,
-        (tokens, sequences, token_step, sequence_step, steps[-2], table[0], heads, d, d2, turn.cp_size, turn.cp_rank),
-    )
+    sizes = (*_extent(shape[:-2], turn), token_step, sequence_step, steps[-2], table[0])
+    numbers = (*sizes, heads, d, d2, turn.cp_size, turn.cp_rank)
+    threads = _threads(heads * (d - d2 // 2) // width)
+    if prod(shape):
+        kernel(rt, prod(shape[:-2]), threads, t, out, freqs, cu_seqlens, starts, *numbers, shared=8 * d2)
 
 
-def rope(
-    rt: Runtime, plan: RopePlan, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None, out: Tensor
+def rope_qkv(
+    rt: Runtime,
+    spec: RopeQkvOpSpec,
+    packed: Tensor,
+    parts: tuple[Tensor | None, ...],
+    freqs: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None,
+    starts: Tensor | None,
 ) -> None:
-    """out = t turned (or turned back)."""
-    if plan.blocks:
-        plan.kernel(
-            rt,
-            plan.blocks,
-            plan.threads,
-            t.ptr,
-            out.ptr,
-            freqs.ptr,
-            0 if cu_seqlens is None else cu_seqlens.ptr,
-            0 if starts is None else starts.ptr,
-            *plan.sizes,
-            shared=plan.shared,
-        )
-
-
-def plan_rope_qkv(rt: Runtime, spec: RopeQkvOpSpec) -> RopePlan:
-    """The launch of `rope_qkv` or of its backward."""
+    """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
     turn, split, lead = spec.turn, spec.split, spec.lead
     heads, groups, (dq, dk, dv) = split.heads, split.groups, split.dims
     (q_rows, dq2), (k_rows, dk2) = ((0, 0) if s is None else (s[0], s[-1]) for s in (spec.q_table, spec.k_table))
@@ -118,45 +97,13 @@ def plan_rope_qkv(rt: Runtime, spec: RopeQkvOpSpec) -> RopePlan:
         args=_QKV_ARGS,
         DTYPE=TYPES[spec.dtype],
         FORMAT=turn.fmt.upper(),
-        INTERLEAVED=int(turn.interleaved),
-        BACKWARD=int(turn.backward),
+        INTERLEAVED=turn.interleaved,
+        BACKWARD=turn.backward,
         VEC=width,
     )
     sizes = (*_extent(lead, turn), q_rows, k_rows, heads, groups, dq, dk, dv, dq2, dk2)
-    return RopePlan(
-        f"rope_qkv{'_backward' * turn.backward}_{turn.fmt}",
-        kernel,
-        prod(lead),
-        _threads(max(heads * (dq - dq2 // 2), groups * dk) // width),
-        8 * (dq2 + dk2),  # the kernel sees by itself where both are one table
-        (*sizes, int(split.interleaved), turn.cp_size, turn.cp_rank),
-    )
-
-
-def rope_qkv(
-    rt: Runtime,
-    plan: RopePlan,
-    packed: Tensor,
-    parts: tuple[Tensor | None, ...],
-    freqs: tuple[Tensor | None, ...],
-    cu_seqlens: Tensor | None,
-    starts: Tensor | None,
-) -> None:
-    """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
-    if plan.blocks:
-        q, k, v, q_freqs, k_freqs, cu, start = (0 if t is None else t.ptr for t in (*parts, *freqs, cu_seqlens, starts))
-        plan.kernel(
-            rt,
-            plan.blocks,
-            plan.threads,
-            packed.ptr,
-            q,
-            k,
-            v,
-            q_freqs,
-            k_freqs,
-            cu,
-            start,
-            *plan.sizes,
-            shared=plan.shared,
-        )
+    numbers = (*sizes, split.interleaved, turn.cp_size, turn.cp_rank)
+    threads = _threads(max(heads * (dq - dq2 // 2), groups * dk) // width)
+    shared = 8 * (dq2 + dk2)  # the kernel sees by itself where both are one table
+    if prod(lead):
+        kernel(rt, prod(lead), threads, packed, *parts, *freqs, cu_seqlens, starts, *numbers, shared=shared)

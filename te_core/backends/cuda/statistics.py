@@ -35,10 +35,9 @@ def statistics(
     parts = rt.workspace("statistics", 8 * SLOTS * blocks)
     one = scale is None or form is None or form.scaling == "tensor"
     kernel, finish = _kernels(rt, x, kind, vec, "i64" if many else "u32", form)
-    address = (0 if data is None else data.ptr, 0 if scale is None else scale.ptr)
     across = 0 if one else scale.shape[1]  # type: ignore[union-attr]
-    kernel(rt, blocks, _THREADS, x.ptr, *address, parts, rows, cols, pitch, across)
-    finish(rt, 1, 32 * SLOTS, parts, record.ptr, blocks)
+    kernel(rt, blocks, _THREADS, x, data, scale, parts, rows, cols, pitch, across)
+    finish(rt, 1, 32 * SLOTS, parts, record, blocks)
 
 
 def _kernels(rt: Runtime, x: Tensor, kind: str, vec: int, index: str, form: Format | None) -> tuple[Kernel, Kernel]:

@@ -38,45 +38,25 @@ def _run(rt: Runtime, *operands: Any) -> None:
     pass
 
 
-plan_activation_backward = plan_activation_forward = _plan
-activation_backward = activation_forward = _run
 plan_attention_backward = plan_attention_forward = _plan
-attention_backward = attention_forward = _run
-plan_attention_fp8_backward = plan_attention_fp8_forward = _plan
+plan_attention_fp8_backward = plan_attention_fp8_forward = plan_attention_scored = _plan
+plan_gemm = plan_update = _plan
+activation_backward = activation_forward = _run
+attention_backward = attention_forward = attention_scored = _run
 attention_fp8_backward = attention_fp8_forward = scale_pairs = _run
 plan_attention_merge = plan_attention_sink_grad = plan_context_sum = _plan
 attention_merge = attention_sink_grad = context_sum = _run
-plan_attention_scored = _plan
-attention_scored = _run
 plan_context_draws = plan_context_lengths = plan_context_mark = plan_context_max = plan_context_rows = _plan
 context_draws = context_lengths = context_mark = context_max = context_rows = _run
 add = bias_dropout_add = bias_dropout_add_backward = _run
-plan_gemm = _plan
-plan_kv_append = plan_kv_gather = plan_kv_move = _plan
 kv_append = kv_gather = kv_move = _run
-plan_l2_norm_backward = plan_l2_norm_forward = _plan
-l2_norm_backward = l2_norm_forward = _run
-column_sum = resize = _run
-plan_norm_backward = plan_norm_forward = _plan
-norm_backward = norm_forward = _run
-plan_padding_order = _plan
-padding_order = _run
-plan_permute = plan_row_map = plan_unpermute = plan_unpermute_backward = _plan
+l2_norm_backward = l2_norm_forward = norm_backward = norm_forward = _run
+column_sum = resize = padding_order = _run
 permute = row_map = unpermute = unpermute_backward = _run
-plan_quantize = plan_update = _plan
-amax = amax_many = count_nonfinite = dequantize = quantize = run_update = statistics = transpose = _run
-plan_quantize_block = _plan
-dequantize_block = quantize_block = _run
-plan_quantize_grouped = _plan
-quantize_grouped = _run
-plan_quantize_mxfp8 = plan_swizzle_scales = _plan
-dequantize_mxfp8 = quantize_mxfp8 = swizzle_scales = _run
-plan_quantize_nvfp4 = _plan
-dequantize_nvfp4 = quantize_nvfp4 = _run
-plan_rope = plan_rope_qkv = _plan
-rope = rope_qkv = _run
-plan_softmax_backward = plan_softmax_forward = _plan
-softmax_backward = softmax_forward = _run
+amax = amax_many = count_nonfinite = run_update = statistics = transpose = swizzle_scales = _run
+quantize = quantize_block = quantize_grouped = quantize_mxfp8 = quantize_nvfp4 = _run
+dequantize = dequantize_block = dequantize_mxfp8 = dequantize_nvfp4 = _run
+rope = rope_qkv = softmax_backward = softmax_forward = _run
 
 
 def executors(rt: Runtime) -> local:

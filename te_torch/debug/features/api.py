@@ -10,16 +10,17 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.base import BaseConfigAPIMapper, BaseNamespaceAPI
 from nvdlfw_inspect.config_manager import ConfigManager
 from nvdlfw_inspect.logging import custom_assert
 from nvdlfw_inspect.registry import api_method
 
 from te_torch.debug import routing, stats
-from te_torch.debug.schedule import EveryOne
+from te_torch.debug.schedule import EveryOne, asked
 from te_torch.tensors import QuantizedTensor, QuantizedTensorStorage
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
@@ -111,6 +112,87 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
     def _validate_gemm(self, *gemms: Any) -> None:
         for gemm in gemms:
             custom_assert(gemm in _GEMMS, f"Invalid gemm: {gemm}. It must be one of {', '.join(_GEMMS)}.")
+
+    def _say(self, api: str, layer_name: str, *of: str) -> None:
+        """Log, once for each of these, that the feature ran."""
+        text = f"Feature={type(self).__name__}, API={api}: {', '.join(of)}"
+        debug_api.log_message(text, layer_name, extra_cachable_args=of)
+
+
+class Seen(NamedTuple):
+    """A tensor as a feature that looks at tensors is shown it."""
+
+    layer: str
+    name: str
+    iteration: int
+    values: torch.Tensor | None  # None of a weight that is held quantized
+    rowwise: Any  # what it was quantized to
+    columnwise: Any
+    quantizer: Any
+
+    @property
+    def quantized(self) -> Any:
+        """What it was quantized to, along its rows if that is there."""
+        return self.columnwise if self.rowwise is None else self.rowwise
+
+
+class Looking(TEConfigAPIMapper):
+    """A feature that looks at tensors in the configured iterations."""
+
+    says: ClassVar[str] = "inspect_tensor"  # in the log
+
+    @api_method
+    def inspect_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """In the configured iterations."""
+        self._check_stats(config.get("stats", ()))
+        return asked(config, iteration)
+
+    def _check_stats(self, stats: Any) -> None:
+        """Raise for a statistic that the feature does not have, if it can tell before it looks."""
+
+    @api_method
+    def inspect_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        iteration: int,
+        tp_group: Any,
+        tensor: torch.Tensor | None,
+        rowwise_quantized_tensor: Any = None,
+        columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None,
+    ) -> None:
+        """Look at it, and say so in the log if there was anything to look at."""
+        quantized = rowwise_quantized_tensor, columnwise_quantized_tensor
+        if self._look(config, Seen(layer_name, tensor_name, iteration, tensor, *quantized, quantizer)):
+            self._say(self.says, layer_name, tensor_name)
+
+    def _look(self, config: dict[str, Any], seen: Seen) -> bool:
+        """Look at a tensor; whether there was anything to look at."""
+        raise NotImplementedError
+
+
+class Changing(TEConfigAPIMapper):
+    """A feature that has GEMMs read another tensor, in every iteration."""
+
+    in_fp8: ClassVar[bool]  # whether these GEMMs run in FP8
+
+    @api_method
+    def fp8_gemm_enabled(
+        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """All of them, or none."""
+        return self.in_fp8, None
+
+    @api_method
+    def modify_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Those that are configured."""
+        return True, iteration + 1
 
 
 def _levels(config: Any) -> Iterator[dict[str, Any]]:

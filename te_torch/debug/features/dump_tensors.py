@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.logging import get_logger
-from nvdlfw_inspect.registry import api_method
 
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
-from te_torch.debug.schedule import KEYS, asked
+from te_torch.debug.features.api import SELECTORS, Looking, Seen
+from te_torch.debug.schedule import KEYS
 
 
-class DumpTensors(TEConfigAPIMapper):
+class DumpTensors(Looking):
     """Writes tensors to <log_dir>/tensor_dumps/rank_<r>/iter_<i>/<layer>_<tensor>.pt, a dictionary for torch.load.
 
     high_precision_tensor, quantized_tensor:  what goes into it ("high_precision", "quantized")
@@ -26,42 +24,18 @@ class DumpTensors(TEConfigAPIMapper):
 
     keys = SELECTORS | KEYS | {"high_precision_tensor", "quantized_tensor"}
 
-    @api_method
-    def inspect_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """In the configured iterations."""
-        return asked(config, iteration)
-
-    @api_method
-    def inspect_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        tensor_name: str,
-        iteration: int,
-        tp_group: Any,
-        tensor: torch.Tensor | None,
-        rowwise_quantized_tensor: Any = None,
-        columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None,
-    ) -> None:
+    def _look(self, config: dict[str, Any], seen: Seen) -> bool:
         """Write the file."""
-        quantized = columnwise_quantized_tensor if rowwise_quantized_tensor is None else rowwise_quantized_tensor
         found = {}
-        if config.get("high_precision_tensor") and tensor is not None:
-            found["high_precision"] = tensor.detach().cpu()
-        if config.get("quantized_tensor") and quantized is not None:
-            found["quantized"] = quantized
+        if config.get("high_precision_tensor") and seen.values is not None:
+            found["high_precision"] = seen.values.detach().cpu()
+        if config.get("quantized_tensor") and seen.quantized is not None:
+            found["quantized"] = seen.quantized
         if not found:
-            return
+            return False
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        folder = Path(get_logger().root_log_dir, "tensor_dumps", f"rank_{rank}", f"iter_{iteration:06d}")
+        folder = Path(get_logger().root_log_dir, "tensor_dumps", f"rank_{rank}", f"iter_{seen.iteration:06d}")
         folder.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r'[/\\:*?"<>| .]', "_", f"{layer_name}_{tensor_name}")
+        name = re.sub(r'[/\\:*?"<>| .]', "_", f"{seen.layer}_{seen.name}")
         torch.save(found, folder / f"{name}.pt")
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=inspect_tensor: {tensor_name}",
-            layer_name,
-            extra_cachable_args=(tensor_name,),
-        )
+        return True

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.registry import api_method
 
 from te_core import dtypes
 from te_core.ops import raw as ops
 from te_core.quantized import Cast, Format
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
+from te_torch.debug.features.api import SELECTORS, Changing
 from te_torch.runtime import TO_CORE, runtime_for, to_core, to_torch
 
 FORMATS = {
@@ -33,7 +32,7 @@ def fake_quantize(tensor: torch.Tensor, quant_format: str, out: torch.Tensor | N
     return None
 
 
-class FakeQuant(TEConfigAPIMapper):
+class FakeQuant(Changing):
     """Rounds tensors to a format and back; their GEMMs run in high precision.
 
     quant_format:             FP8E4M3, FP8E5M2, MXFP8E4M3, MXFP8E5M2
@@ -41,7 +40,7 @@ class FakeQuant(TEConfigAPIMapper):
     tensors, tensors_struct:  activation, weight, gradient
     """
 
-    keys = SELECTORS | {"quant_format"}
+    keys, in_fp8 = SELECTORS | {"quant_format"}, False
 
     def _format(self, config: dict[str, Any]) -> str:
         found = config.get("quant_format")
@@ -50,19 +49,12 @@ class FakeQuant(TEConfigAPIMapper):
         return str(found)
 
     @api_method
-    def fp8_gemm_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """Their GEMMs run in high precision."""
-        return False, None
-
-    @api_method
     def modify_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Those that are configured."""
         self._format(config)
-        return True, iteration + 1
+        return super().modify_tensor_enabled(config, layer_name, gemm, tensor_name, iteration)
 
     @api_method
     def modify_tensor(
@@ -78,10 +70,6 @@ class FakeQuant(TEConfigAPIMapper):
         dtype: torch.dtype | None = None,
     ) -> Any:
         """The tensor as the format holds it."""
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=process_tensor: {gemm}, {tensor_name}",
-            layer_name,
-            extra_cachable_args=(gemm, tensor_name),
-        )
+        self._say("process_tensor", layer_name, gemm, tensor_name)
         made = fake_quantize(tensor, self._format(config), out)
         return made if made is None or dtype is None else made.to(dtype)

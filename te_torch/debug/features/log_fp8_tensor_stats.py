@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.logging import custom_assert
-from nvdlfw_inspect.registry import api_method
 
 from te_core import dtypes
 from te_core.ops import raw as ops
 from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.statistics import Statistics
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
-from te_torch.debug.schedule import KEYS, asked
+from te_torch.debug.features.api import SELECTORS, Looking, Seen
+from te_torch.debug.schedule import KEYS
 from te_torch.debug.stats import STATS_BUFFERS, Formula
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import runtime_for, to_core
@@ -75,7 +74,7 @@ def core_tensor(t: Any) -> QuantizedTensor:
     return core_of(t) if isinstance(t, QuantizedTorch) else t.to_core()
 
 
-class LogFp8TensorStats(TEConfigAPIMapper):
+class LogFp8TensorStats(Looking):
     """Logs what quantization makes of tensors: by the recipe in use, or, named before the statistic, by another one.
 
     stats:      underflows%, overflows%, saturations%, scale_inv_min, scale_inv_max, mse, snr_db; each as
@@ -87,34 +86,17 @@ class LogFp8TensorStats(TEConfigAPIMapper):
 
     keys = SELECTORS | KEYS | {"stats"}
 
-    @api_method
-    def inspect_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """In the configured iterations."""
-        for name in config.get("stats", ()):
+    def _check_stats(self, stats: Any) -> None:
+        for name in stats:
             parse(name)
-        return asked(config, iteration)
 
-    @api_method
-    def inspect_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        tensor_name: str,
-        iteration: int,
-        tp_group: Any,
-        tensor: torch.Tensor | None,
-        rowwise_quantized_tensor: Any = None,
-        columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None,
-    ) -> None:
+    def _look(self, config: dict[str, Any], seen: Seen) -> bool:
         """Merge the tensor and what its casts make of it into their records."""
-        held = held_copy(self, layer_name, tensor_name, rowwise_quantized_tensor, columnwise_quantized_tensor)
+        held, tensor = held_copy(self, seen), seen.values
         if held is None:
-            return
+            return False
         q = core_tensor(held)
-        running = recipe_of(q.format, quantizer)
+        running = recipe_of(q.format, seen.quantizer)
         groups: dict[tuple[str, bool], dict[str, Formula]] = {}
         for stat in map(parse, config["stats"]):
             check_recipe(stat, running, tensor)
@@ -125,42 +107,38 @@ class LogFp8TensorStats(TEConfigAPIMapper):
         if tensor is None:
             tensor = STATS_BUFFERS.plain_of(held)
         for (recipe, columnwise), formulas in groups.items():
-            where = (layer_name, tensor_name, (recipe, columnwise))
+            where = (seen.layer, seen.name, (recipe, columnwise))
             if tensor.numel() and STATS_BUFFERS.expects(*where):
                 made = q if recipe == running else what_if(tensor, recipe, columnwise, q.format)
                 if (made.columnwise if columnwise else made.rowwise) is None:
                     columnwise = not columnwise
-                STATS_BUFFERS.feed(where, formulas, iteration, tensor, made, columnwise)
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=inspect_tensor: {tensor_name}",
-            layer_name,
-            extra_cachable_args=(tensor_name,),
-        )
+                STATS_BUFFERS.feed(where, formulas, seen.iteration, tensor, made, columnwise)
+        return True
 
 
 class LogFp8Stats(LogFp8TensorStats):
     """The other name of LogFp8TensorStats."""
 
 
-def held_copy(feature: Any, layer: str, tensor: str, rowwise: Any, columnwise: Any) -> Any:
+def held_copy(feature: Looking, seen: Seen) -> Any:
     """The quantized tensor; None, with a warning, where the layer runs in high precision."""
-    name = type(feature).__name__
+    name, rowwise, columnwise = type(feature).__name__, seen.rowwise, seen.columnwise
 
     def nothing(why: str) -> None:
-        text = f"Feature={name}: {tensor} is {why} here, so there is nothing to log."
-        debug_api.log_message(text, layer, level=logging.WARNING, extra_cachable_args=(tensor, why))
+        text = f"Feature={name}: {seen.name} is {why} here, so there is nothing to log."
+        debug_api.log_message(text, seen.layer, level=logging.WARNING, extra_cachable_args=(seen.name, why))
 
     if rowwise is None and columnwise is None:
         return nothing("in high precision")
-    both = rowwise if rowwise is not None else columnwise
     custom_assert(
         rowwise is columnwise or rowwise is None or columnwise is None,
-        f"{name} of {layer}, {tensor}: both GEMMs have to read the same quantized tensor; leave out what changes one.",
+        f"{name} of {seen.layer}, {seen.name}: both GEMMs have to read the same quantized tensor; leave out what "
+        "changes one.",
     )
-    q = core_tensor(both)
+    q = core_tensor(seen.quantized)
     if q.format.scaling == "nvfp4" and q.rowwise is None:
         return nothing("quantized to NVFP4 along its columns alone, which may be transformed,")
-    return both
+    return seen.quantized
 
 
 def check_recipe(stat: Asked, running: str, tensor: torch.Tensor | None) -> None:

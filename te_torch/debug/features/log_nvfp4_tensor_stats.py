@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from nvdlfw_inspect import api as debug_api
-from nvdlfw_inspect.registry import api_method
-
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
+from te_torch.debug.features.api import SELECTORS, Looking, Seen
 from te_torch.debug.features.log_fp8_tensor_stats import core_tensor, held_copy
-from te_torch.debug.schedule import KEYS, asked
+from te_torch.debug.schedule import KEYS
 from te_torch.debug.stats import STATS_BUFFERS, Formula
 
 FORMULAS: dict[str, Formula] = {
@@ -20,7 +16,7 @@ FORMULAS: dict[str, Formula] = {
 }
 
 
-class LogNvfp4TensorStats(TEConfigAPIMapper):
+class LogNvfp4TensorStats(Looking):
     """Logs what NVFP4 makes of tensors; names are written with nvfp4_ before them.
 
     stats:      underflows%, mse, snr_db
@@ -30,42 +26,21 @@ class LogNvfp4TensorStats(TEConfigAPIMapper):
 
     keys = SELECTORS | KEYS | {"stats"}
 
-    @api_method
-    def inspect_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """In the configured iterations."""
-        for name in config.get("stats", ()):
+    def _check_stats(self, stats: Any) -> None:
+        for name in stats:
             if name not in FORMULAS:
                 raise ValueError(f"LogNvfp4TensorStats: {name!r} is no statistic. Allowed: {', '.join(FORMULAS)}.")
-        return asked(config, iteration)
 
-    @api_method
-    def inspect_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        tensor_name: str,
-        iteration: int,
-        tp_group: Any,
-        tensor: torch.Tensor | None,
-        rowwise_quantized_tensor: Any = None,
-        columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None,
-    ) -> None:
+    def _look(self, config: dict[str, Any], seen: Seen) -> bool:
         """Merge the tensor and its cast into a record."""
-        held = held_copy(self, layer_name, tensor_name, rowwise_quantized_tensor, columnwise_quantized_tensor)
+        held, tensor = held_copy(self, seen), seen.values
         if held is None:
-            return
+            return False
         q = core_tensor(held)
         if q.format.scaling != "nvfp4":
-            raise ValueError(f"LogNvfp4TensorStats of {layer_name}, {tensor_name}: it is {q.format}. Allowed: NVFP4.")
-        where = (layer_name, tensor_name, "nvfp4")
+            raise ValueError(f"LogNvfp4TensorStats of {seen.layer}, {seen.name}: it is {q.format}. Allowed: NVFP4.")
+        where = (seen.layer, seen.name, "nvfp4")
         if tensor is not None and tensor.numel() and q.rowwise is not None and STATS_BUFFERS.expects(*where):
             formulas = {f"nvfp4_{name}": FORMULAS[name] for name in config["stats"]}
-            STATS_BUFFERS.feed(where, formulas, iteration, tensor, q)
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=inspect_tensor: {tensor_name}",
-            layer_name,
-            extra_cachable_args=(tensor_name,),
-        )
+            STATS_BUFFERS.feed(where, formulas, seen.iteration, tensor, q)
+        return True

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.logging import custom_assert
-from nvdlfw_inspect.registry import api_method
 
 from te_core.statistics import Statistics
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
-from te_torch.debug.schedule import KEYS, asked
+from te_torch.debug.features.api import SELECTORS, Looking, Seen
+from te_torch.debug.schedule import KEYS
 from te_torch.debug.stats import STATS_BUFFERS, Formula, combined_std
 
 
@@ -33,7 +31,7 @@ FORMULAS: dict[str, Formula] = {
 _BLOCKWISE = "max_blockwise_dynamic_range"
 
 
-class LogTensorStats(TEConfigAPIMapper):
+class LogTensorStats(Looking):
     """Logs statistics of tensors in high precision, as they are before any cast.
 
     stats:      min, max, mean, std, l1_norm, l2_norm, cur_amax, dynamic_range, and, as a dictionary,
@@ -42,47 +40,22 @@ class LogTensorStats(TEConfigAPIMapper):
     freq, start_step, end_step, start_end_list:  in which iterations; all ends are included
     """
 
-    keys = SELECTORS | KEYS | {"stats"}
+    keys, says = SELECTORS | KEYS | {"stats"}, "look_at_tensor_before_process"
 
-    @api_method
-    def inspect_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """In the configured iterations."""
-        return asked(config, iteration)
-
-    @api_method
-    def inspect_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        tensor_name: str,
-        iteration: int,
-        tp_group: Any,
-        tensor: torch.Tensor | None,
-        rowwise_quantized_tensor: Any = None,
-        columnwise_quantized_tensor: Any = None,
-        quantizer: Any = None,
-    ) -> None:
+    def _look(self, config: dict[str, Any], seen: Seen) -> bool:
         """Merge the tensor into its record."""
-        if tensor is None:
-            held = columnwise_quantized_tensor if rowwise_quantized_tensor is None else rowwise_quantized_tensor
-            tensor = STATS_BUFFERS.plain_of(held)
+        tensor = STATS_BUFFERS.plain_of(seen.quantized) if seen.values is None else seen.values
         values, blockwise = split_stats(config.get("stats", ()))
-        where = (layer_name, tensor_name, "values")
+        where = (seen.layer, seen.name, "values")
         if not tensor.numel() or not STATS_BUFFERS.expects(*where):
-            return
-        STATS_BUFFERS.feed(where, {name: FORMULAS[name] for name in values}, iteration, tensor)
+            return False
+        STATS_BUFFERS.feed(where, {name: FORMULAS[name] for name in values}, seen.iteration, tensor)
         for size, dims in blockwise:
-            both = tensor_name in ("activation", "weight")
+            both = seen.name in ("activation", "weight")
             name = f"{_BLOCKWISE}_block_size_{size}_dims_{dims}{'_max_over_orientations' if both else ''}"
             top = blockwise_dynamic_range(tensor, size, dims, both)
-            STATS_BUFFERS.raise_to(where, f"{layer_name}_{tensor_name}_{name}", iteration, top)
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=look_at_tensor_before_process: {tensor_name}",
-            layer_name,
-            extra_cachable_args=(tensor_name,),
-        )
+            STATS_BUFFERS.raise_to(where, f"{seen.layer}_{seen.name}_{name}", seen.iteration, top)
+        return True
 
 
 def split_stats(stats: Any) -> tuple[list[str], list[tuple[int, int]]]:

@@ -5,36 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.logging import custom_assert
 from nvdlfw_inspect.registry import api_method
 
-from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
+from te_torch.debug.features.api import SELECTORS, Changing
 from te_torch.tensors import Float8CurrentScalingQuantizer, Float8Quantizer
 
 
-class PerTensorScaling(TEConfigAPIMapper):
+class PerTensorScaling(Changing):
     """Scales tensors by their own maximum, in a region of DelayedScaling. Ranks that gather parts agree on it.
 
     gemms, gemms_struct:      fprop, dgrad, wgrad
     tensors, tensors_struct:  activation, weight, gradient
     """
 
-    keys = SELECTORS
-
-    @api_method
-    def fp8_gemm_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """They run in FP8."""
-        return True, None
-
-    @api_method
-    def modify_tensor_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """Those that are configured."""
-        return True, iteration + 1
+    keys, in_fp8 = SELECTORS, True
 
     @api_method
     def modify_tensor(
@@ -54,11 +39,7 @@ class PerTensorScaling(TEConfigAPIMapper):
             type(default_quantizer) is Float8Quantizer,
             f"PerTensorScaling of {layer_name}: it needs a region of DelayedScaling, not {type(default_quantizer)}.",
         )
-        debug_api.log_message(
-            f"Feature={type(self).__name__}, API=process_tensor: {gemm}, {tensor_name}",
-            layer_name,
-            extra_cachable_args=(gemm, tensor_name),
-        )
+        self._say("process_tensor", layer_name, gemm, tensor_name)
         group = getattr(default_quantizer, "amax_reduction_group", None)
         over_ranks: dict[str, Any] = {"with_amax_reduction": group is not None, "amax_reduction_group": group}
         quantizer = Float8CurrentScalingQuantizer(default_quantizer.dtype, tensor.device, **over_ranks)
