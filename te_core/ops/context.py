@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core import dtypes
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -33,24 +34,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ContextLengthsSpec:
-    """The plan of `context_lengths`; `chunk` is 0 where padded lengths say how long chunks are."""
+    """What is asked of `context_lengths`; `chunk` is 0 where padded lengths say how long chunks are."""
 
-    sequences: int
     size: int
     chunk: int
     spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ContextMarkSpec:
-    """Rows of t [tokens, heads, width]; steps and width in bytes."""
-
-    sequences: int
-    size: int
-    tokens: int
-    heads: int
-    width: int
-    steps: tuple[int, int]
 
 
 def context_lengths(
@@ -73,39 +61,38 @@ def context_lengths(
     `context_mark` puts NaN into the tokens of such a sequence.
     """
     op = "context_lengths"
-    given = tuple(spans)
-    key = (op, size, given, chunk, *_check.seen(cu_seqlens, cu_seqlens_padded))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_sums(op, "cu_seqlens", cu_seqlens)
-        _check.vector(op, "cu_seqlens_padded", cu_seqlens_padded, cu_seqlens.shape[0], (dtypes.int32,))
-        _check.require(
-            chunk >= 0 and not (chunk and cu_seqlens_padded is not None),
-            op,
-            f"chunk={chunk}, cu_seqlens_padded {cu_seqlens_padded!r}",
-            "a chunk's length in dense formats; padded lengths in thd, or none",
-            "pass one of the two",
-        )
-        for span in given:
-            _check.require(
-                1 <= len(span.ranges) <= 2
-                and all(0 <= low <= high <= 2 * size for low, high in span.ranges)
-                and span.parts >= 1
-                and 0 <= span.skip <= 2 * size
-                and 0 <= span.before < 1 << 31
-                and not (span.before and len(span.ranges) > 1),
-                op,
-                f"{span} of {size} ranks",
-                f"one or two ranges within [0, {2 * size}] (with `before` one), parts from 1 on, a skip up to there",
-                "correct the span",
+    check_sums(op, "cu_seqlens", cu_seqlens)
+    _check.vector(op, "cu_seqlens_padded", cu_seqlens_padded, cu_seqlens.shape[0], (dtypes.int32,))
+    _check_size(op, size)
+    _check.require(
+        chunk >= 0 and not (chunk and cu_seqlens_padded is not None),
+        op,
+        f"chunk={chunk}, cu_seqlens_padded {cu_seqlens_padded!r}",
+        "a chunk's length in dense formats; padded lengths in thd, or none",
+        "pass one of the two",
+    )
+    spec = ContextLengthsSpec(size, chunk, tuple(spans))
+    for span in spec.spans:
+        if not _is_span(span, 2 * size):
+            allowed = (
+                f"one or two ranges within [0, {2 * size}] (with `before` one), parts from 1 on, a skip up to there"
             )
-        _check.require(size >= 1, op, f"size={size}", "the number of ranks", "correct size")
-        _check.on_device(op, rt.device, cu_seqlens, cu_seqlens_padded)
-        spec = ContextLengthsSpec(cu_seqlens.shape[0] - 1, size, chunk, given)
-        plan = rt.plans.put(key, rt.backend.plan_context_lengths(rt, spec))
-    out = rt.empty((2 * len(given), cu_seqlens.shape[0]), dtypes.int32)
-    rt.backend.context_lengths(rt, plan, cu_seqlens, cu_seqlens_padded, out)
+            raise ArgumentError(op, f"{span} of {size} ranks", allowed, "correct the span")
+    _check.on_device(op, rt.device, cu_seqlens, cu_seqlens_padded)
+    out = rt.empty((2 * len(spec.spans), cu_seqlens.shape[0]), dtypes.int32)
+    rt.backend.context_lengths(rt, spec, cu_seqlens, cu_seqlens_padded, out)
     return out
+
+
+def _is_span(span: Span, chunks: int) -> bool:
+    return (
+        1 <= len(span.ranges) <= 2
+        and all(0 <= low <= high <= chunks for low, high in span.ranges)
+        and span.parts >= 1
+        and 0 <= span.skip <= chunks
+        and 0 <= span.before < 1 << 31
+        and not (span.before and len(span.ranges) > 1)
+    )
 
 
 def context_mark(rt: Runtime, t: Tensor, cu_seqlens_padded: Tensor, *, size: int) -> None:
@@ -114,26 +101,18 @@ def context_mark(rt: Runtime, t: Tensor, cu_seqlens_padded: Tensor, *, size: int
     What was computed of such a sequence is wrong. On the CPU it is an error.
     """
     op = "context_mark"
-    key = (op, size, *_check.seen(t, cu_seqlens_padded))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_sums(op, "cu_seqlens_padded", cu_seqlens_padded)
-        _check.require(
-            t.ndim == 3 and (t.shape[2] < 2 or t.row_major_strides()[2] == 1) and t.dtype.is_float,
-            op,
-            f"t = {t!r}",
-            "floats [t, h, d] whose last stride is 1",
-            "correct t",
-        )
-        _check.require(size >= 1, op, f"size={size}", "the number of ranks", "correct size")
-        _check.on_device(op, rt.device, t, cu_seqlens_padded)
-        item = t.dtype.itemsize
-        steps = t.row_major_strides()[0] * item, t.row_major_strides()[1] * item
-        tokens, heads, width = t.shape
-        spec = ContextMarkSpec(cu_seqlens_padded.shape[0] - 1, size, tokens, heads, width * item, steps)
-        plan = rt.plans.put(key, rt.backend.plan_context_mark(rt, spec))
+    check_sums(op, "cu_seqlens_padded", cu_seqlens_padded)
+    _check.require(
+        t.ndim == 3 and (t.shape[2] < 2 or t.row_major_strides()[2] == 1) and t.dtype.is_float,
+        op,
+        f"t = {t!r}",
+        "floats [t, h, d] whose last stride is 1",
+        "correct t",
+    )
+    _check_size(op, size)
+    _check.on_device(op, rt.device, t, cu_seqlens_padded)
     _check.written(op, "t", t)
-    rt.backend.context_mark(rt, plan, t, cu_seqlens_padded)
+    rt.backend.context_mark(rt, t, cu_seqlens_padded, size)
 
 
 def context_draws(rt: Runtime, rng: Tensor, numbers: Sequence[int]) -> Tensor:
@@ -144,17 +123,13 @@ def context_draws(rt: Runtime, rng: Tensor, numbers: Sequence[int]) -> Tensor:
     """
     op = "context_draws"
     given = tuple(numbers)
-    key = (op, given, *_check.seen(rng))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.vector(op, "rng", rng, 2, (dtypes.int64,))
-        _check.require(
-            all(0 <= n < 1 << 62 for n in given), op, f"numbers {given}", "integers from 0 on", "correct the numbers"
-        )
-        _check.on_device(op, rt.device, rng)
-        plan = rt.plans.put(key, rt.backend.plan_context_draws(rt, given))
+    _check.vector(op, "rng", rng, 2, (dtypes.int64,))
+    _check.require(
+        all(0 <= n < 1 << 62 for n in given), op, f"numbers {given}", "integers from 0 on", "correct the numbers"
+    )
+    _check.on_device(op, rt.device, rng)
     out = rt.empty((len(given), 2), dtypes.int64)
-    rt.backend.context_draws(rt, plan, rng, out)
+    rt.backend.context_draws(rt, rng, given, out)
     return out
 
 
@@ -164,27 +139,28 @@ def context_max(rt: Runtime, parts: Tensor, *, heads: int | None = None, first: 
     Without `heads` there is nothing else. A NaN counts for nothing.
     """
     op = "context_max"
-    key = (op, heads, first, *_check.seen(parts))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check.matrix(op, "parts", parts)
-        _check.one_of(op, "dtype of parts", parts.dtype, (dtypes.float32,))
-        width = parts.shape[1] if heads is None else heads
-        _check.require(
-            0 <= first and first + parts.shape[1] <= width,
-            op,
-            f"{parts.shape[1]} heads from {first} on, of {width}",
-            "heads among the whole's",
-            "correct first or heads",
-        )
-        _check.on_device(op, rt.device, parts)
-        plan = rt.plans.put(key, rt.backend.plan_context_max(rt, (parts.shape[0], parts.shape[1], width, first)))
-    out = rt.empty((parts.shape[1] if heads is None else heads,), dtypes.float32)
-    rt.backend.context_max(rt, plan, parts, out)
+    _check.matrix(op, "parts", parts)
+    _check.one_of(op, "dtype of parts", parts.dtype, (dtypes.float32,))
+    width = parts.shape[1] if heads is None else heads
+    _check.require(
+        0 <= first and first + parts.shape[1] <= width,
+        op,
+        f"{parts.shape[1]} heads from {first} on, of {width}",
+        "heads among the whole's",
+        "correct first or heads",
+    )
+    _check.on_device(op, rt.device, parts)
+    out = rt.empty((width,), dtypes.float32)
+    rt.backend.context_max(rt, parts, first, out)
     return out
 
 
-def _check_sums(op: str, name: str, cu: Tensor) -> None:
+def _check_size(op: str, size: int) -> None:
+    _check.require(size >= 1, op, f"size={size}", "the number of ranks", "correct size")
+
+
+def check_sums(op: str, name: str, cu: Tensor) -> None:
+    """Running sums of lengths, as far as the host can know."""
     _check.require(
         cu.ndim == 1 and cu.shape[0] >= 1 and cu.is_contiguous and cu.dtype is dtypes.int32,
         op,

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from te_core import dtypes
 from te_core.attention import DIMENSIONS, FORMATS
 from te_core.ops import _check
+from te_core.ops.context import check_sums
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -27,22 +27,12 @@ MOVES = ("heads_to_ranks", "ranks_to_heads", "sequence_to_ranks", "ranks_to_sequ
 
 @dataclass(frozen=True, slots=True)
 class ContextRowsSpec:
-    """Sizes of the buffer of all ranks; steps in bytes."""
+    """What is asked for besides the tensors."""
 
     how: str
     form: str
     size: int
     parts: int
-    sequences: int  # in thd, else 0
-    tokens: int  # of a rank
-    batch: int
-    heads: int  # of a part
-    width: int  # bytes of a head
-    ranked: tuple[int, int, int, int]  # steps of rank, token, batch and head in the buffer
-    plain: tuple[int, int, int]  # steps of token, batch and head in the other tensor
-    whole: int  # tokens of the other tensor
-    repeats: int  # how many ranks a head goes to
-    vector: int  # the widest access, in bytes, that divides every address, step and head
 
 
 def context_rows(
@@ -62,45 +52,30 @@ def context_rows(
     sequences begin; the tensor in sequence order holds 1 / `parts` of each. Tokens of no sequence get zeros.
     """
     op = "context_rows"
-    bits = t.ptr if out is None else t.ptr | out.ptr
-    key = (op, how, form, size, parts, bits & 15, *_check.seen(t, cu_seqlens_padded, out))
-    plan = rt.plans.get(key)
-    if plan is None:
-        _check_moved(op, t, how, form, size)
-        made = _shape(t, how, form, size)
-        _check.require(
-            out is None or (out.shape == made and out.dtype is t.dtype and _ends_dense(out)),
-            op,
-            f"out = {out!r}",
-            f"{t.dtype} {made} whose last stride is 1",
-            "correct out, or leave it out",
-        )
-        packed = form == "thd" and "sequence" in how
-        _check.require(
-            (cu_seqlens_padded is not None) == packed and parts >= 1 and (packed or parts == 1),
-            op,
-            f"cu_seqlens_padded = {cu_seqlens_padded!r}, parts={parts} for {how} in {form}",
-            "running sums where thd changes its order, and parts from 1 on",
-            "correct them",
-        )
-        if cu_seqlens_padded is not None:
-            _check.require(
-                cu_seqlens_padded.ndim == 1
-                and cu_seqlens_padded.shape[0] >= 1
-                and cu_seqlens_padded.is_contiguous
-                and cu_seqlens_padded.dtype is dtypes.int32,
-                op,
-                f"cu_seqlens_padded = {cu_seqlens_padded!r}",
-                "dense int32 running sums that begin with 0",
-                "correct cu_seqlens_padded",
-            )
-        _check.on_device(op, rt.device, t, cu_seqlens_padded, out)
-        spec = _spec(t, out, made, how, form, size, parts, cu_seqlens_padded)
-        plan = rt.plans.put(key, rt.backend.plan_context_rows(rt, spec))
-    if out is None:
-        out = rt.empty(_shape(t, how, form, size), t.dtype)
+    _check_moved(op, t, how, form, size)
+    made = _shape(t, how, form, size)
+    _check.require(
+        out is None or (out.shape == made and out.dtype is t.dtype and _ends_dense(out)),
+        op,
+        f"out = {out!r}",
+        f"{t.dtype} {made} whose last stride is 1",
+        "correct out, or leave it out",
+    )
+    packed = form == "thd" and "sequence" in how
+    _check.require(
+        (cu_seqlens_padded is not None) == packed and parts >= 1 and (packed or parts == 1),
+        op,
+        f"cu_seqlens_padded = {cu_seqlens_padded!r}, parts={parts} for {how} in {form}",
+        "running sums where thd changes its order, and parts from 1 on",
+        "correct them",
+    )
+    if cu_seqlens_padded is not None:
+        check_sums(op, "cu_seqlens_padded", cu_seqlens_padded)
+    _check.on_device(op, rt.device, t, cu_seqlens_padded, out)
     _check.written(op, "out", out)
-    rt.backend.context_rows(rt, plan, t, cu_seqlens_padded, out)
+    if out is None:
+        out = rt.empty(made, t.dtype)
+    rt.backend.context_rows(rt, ContextRowsSpec(how, form, size, parts), t, cu_seqlens_padded, out)
     return out
 
 
@@ -130,7 +105,7 @@ def _check_moved(op: str, t: Tensor, how: str, form: str, size: int) -> None:
     _check.one_of(op, "form", form, FORMATS)
     _check.require(size >= 1, op, f"size={size}", "the number of ranks", "correct size")
     from_ranks = how.startswith("ranks")
-    dims = (3 if form == "thd" else 4) + from_ranks
+    dims = len(form) + from_ranks
     _check.require(
         t.ndim == dims and _ends_dense(t) and t.dtype.bits >= 8 and not (from_ranks and t.shape[0] != size),
         op,
@@ -155,38 +130,5 @@ def _check_moved(op: str, t: Tensor, how: str, form: str, size: int) -> None:
         f"a multiple of {times}: equal parts, in dense formats of two chunks each",
         "pad the sequences",
     )
-
-
-def _spec(
-    t: Tensor, out: Tensor | None, made: tuple[int, ...], how: str, form: str, size: int, parts: int, cu: Tensor | None
-) -> ContextRowsSpec:
-    item = t.dtype.itemsize
-    to = Tensor(0, made, t.dtype, t.device, None) if out is None else out
-    ranked, plain = (t, to) if how.startswith("ranks") else (to, t)
-    batch, token, head = DIMENSIONS[form]
-    (steps, sizes), (rank_steps, rank_sizes) = (
-        ([s * item for s in x.row_major_strides()], x.shape) for x in (plain, ranked)
-    )
-    width = sizes[-1] * item
     rows = t.size // max(t.shape[-1], 1)
-    _check.require(rows < 1 << 31, "context_rows", f"t = {t!r}", "fewer than 2^31 heads of tokens", "split it")
-    bits = 16 | t.ptr | to.ptr | width
-    for x_steps, x_sizes in ((steps, sizes), (rank_steps, rank_sizes)):
-        for step, n in zip(x_steps[:-1], x_sizes[:-1], strict=True):
-            bits |= step if n > 1 else 0
-    return ContextRowsSpec(
-        how,
-        form,
-        size,
-        parts,
-        0 if cu is None else cu.shape[0] - 1,
-        rank_sizes[1 + token],
-        1 if batch is None else rank_sizes[1 + batch],
-        rank_sizes[1 + head],
-        width,
-        (rank_steps[0], rank_steps[1 + token], 0 if batch is None else rank_steps[1 + batch], rank_steps[1 + head]),
-        (steps[token], 0 if batch is None else steps[batch], steps[head]),
-        sizes[token],
-        max(size // max(sizes[head], 1), 1) if how == "heads_to_ranks" else 1,
-        bits & -bits,
-    )
+    _check.require(rows < 1 << 31, op, f"t = {t!r}", "fewer than 2^31 heads of tokens", "split it")

@@ -6,44 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from te_core.backends.cpu.executor import F32, CpuPlan
+from te_core.backends.cpu.executor import F32
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention_merge import MergeOperands, MergeSpec, SinkGradSpec, SumSpec
+    from te_core.ops.attention_merge import MergeOperands
 
 #: The axes of statistics as those of an output: [b, h, s] in the order of its format.
 _AXES = {"sbhd": (2, 0, 1), "bshd": (0, 2, 1), "thd": (0, 1)}
 
 
-def plan_attention_merge(rt: Runtime, spec: MergeSpec) -> CpuPlan:
-    """The plan of `attention_merge`."""
-    return CpuPlan(spec)
-
-
-def plan_context_sum(rt: Runtime, spec: SumSpec) -> CpuPlan:
-    """The plan of `context_sum`."""
-    return CpuPlan(spec)
-
-
-def plan_attention_sink_grad(rt: Runtime, spec: SinkGradSpec) -> CpuPlan:
-    """The plan of `attention_sink_grad`."""
-    return CpuPlan(spec)
-
-
 @np.errstate(all="ignore")
-def attention_merge(rt: Runtime, plan: CpuPlan, operands: MergeOperands) -> None:
+def attention_merge(rt: Runtime, form: str, softmax: str, operands: MergeOperands) -> None:
     """Weights relative to the largest exponent; rows of no key are left out, not multiplied by zero."""
     a, a_stats, b, b_stats, out, stats, sink = operands
-    spec: MergeSpec = plan.spec
-    partials: list[tuple[Any, F32]] = [(a.numpy(), _logs(a_stats, spec.form))]
+    partials: list[tuple[Any, F32]] = [(a.numpy(), _logs(a_stats, form))]
     if b is not None and b_stats is not None:
-        partials.append((b.numpy(), _logs(b_stats, spec.form)))
+        partials.append((b.numpy(), _logs(b_stats, form)))
     top = np.maximum.reduce([logs for _, logs in partials])
     seen = ~np.isneginf(top)
     term: Any = None
-    if spec.softmax != "vanilla":
+    if softmax != "vanilla":
         term = np.float32(0) if sink is None else sink.numpy()
         top = np.maximum(top, term)
     top = np.where(np.isneginf(top), np.float32(0), top)
@@ -57,11 +41,11 @@ def attention_merge(rt: Runtime, plan: CpuPlan, operands: MergeOperands) -> None
         made += np.where(np.isneginf(logs)[..., None], np.float32(0), weighted)
     out.numpy()[...] = made.astype(out.dtype.numpy)
     if stats is not None:
-        _of_output(stats, spec.form)[...] = np.where(seen, top + np.log(total), np.float32(np.inf))
+        _of_output(stats, form)[...] = np.where(seen, top + np.log(total), np.float32(np.inf))
 
 
 @np.errstate(all="ignore")
-def context_sum(rt: Runtime, plan: CpuPlan, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+def context_sum(rt: Runtime, a: Tensor, b: Tensor | None, out: Tensor) -> None:
     """In float32, rounded once."""
     made = a.numpy().astype(np.float32)
     if b is not None:
@@ -71,11 +55,10 @@ def context_sum(rt: Runtime, plan: CpuPlan, a: Tensor, b: Tensor | None, out: Te
 
 @np.errstate(all="ignore")
 def attention_sink_grad(
-    rt: Runtime, plan: CpuPlan, dy: Tensor, out: Tensor, stats: Tensor, sink: Tensor, dsink: Tensor
+    rt: Runtime, form: str, dy: Tensor, out: Tensor, stats: Tensor, sink: Tensor, dsink: Tensor
 ) -> None:
     """Sums of a head in float64."""
-    spec: SinkGradSpec = plan.spec
-    logs = _of_output(stats, spec.form)
+    logs = _of_output(stats, form)
     along = (dy.numpy().astype(np.float32) * out.numpy().astype(np.float32)).sum(axis=-1)
     terms = np.where(np.isinf(logs), np.float32(0), np.exp(sink.numpy() - logs) * along)
     dsink.numpy()[...] = -terms.sum(axis=tuple(range(terms.ndim - 1)), dtype=np.float64)

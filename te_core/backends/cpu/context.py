@@ -7,42 +7,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from te_core.backends.cpu.executor import CpuPlan
 from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.context import ContextLengthsSpec, ContextMarkSpec
+    from te_core.ops.context import ContextLengthsSpec
 
 _GOLDEN, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def plan_context_lengths(rt: Runtime, spec: ContextLengthsSpec) -> CpuPlan:
-    """The plan of `context_lengths`."""
-    return CpuPlan(spec)
-
-
-def plan_context_mark(rt: Runtime, spec: ContextMarkSpec) -> CpuPlan:
-    """The plan of `context_mark`."""
-    return CpuPlan(spec)
-
-
-def plan_context_draws(rt: Runtime, numbers: tuple[int, ...]) -> CpuPlan:
-    """The plan of `context_draws`."""
-    return CpuPlan(numbers)
-
-
-def plan_context_max(rt: Runtime, sizes: tuple[int, int, int, int]) -> CpuPlan:
-    """The plan of `context_max`."""
-    return CpuPlan(sizes)
-
-
-def context_lengths(rt: Runtime, plan: CpuPlan, cu: Tensor, padded: Tensor | None, out: Tensor) -> None:
+def context_lengths(rt: Runtime, spec: ContextLengthsSpec, cu: Tensor, padded: Tensor | None, out: Tensor) -> None:
     """Each span's lengths added up, and its places."""
-    spec: ContextLengthsSpec = plan.spec
     lengths, target = np.diff(cu.numpy().astype(np.int64)), out.numpy()
-    begins = np.zeros(spec.sequences + 1, np.int64)
+    begins = np.zeros(cu.shape, np.int64)
     chunk: Any = spec.chunk
     if not chunk:
         begins = divided(cu if padded is None else padded, 2 * spec.size)
@@ -74,17 +52,16 @@ def divided(padded: Tensor, by: int) -> npt.NDArray[np.int64]:
     return sums
 
 
-def context_mark(rt: Runtime, plan: CpuPlan, t: Tensor, padded: Tensor) -> None:
+def context_mark(rt: Runtime, t: Tensor, padded: Tensor, size: int) -> None:
     """Nothing: lengths that do not fit are an error here."""
-    divided(padded, 2 * plan.spec.size)
+    divided(padded, 2 * size)
 
 
-def context_draws(rt: Runtime, plan: CpuPlan, rng: Tensor, out: Tensor) -> None:
+def context_draws(rt: Runtime, rng: Tensor, numbers: tuple[int, ...], out: Tensor) -> None:
     """splitmix64's finalizer of each number's seed."""
     seed, offset = rng.numpy()
-    numbers = np.array(plan.spec, np.uint64)
     with np.errstate(over="ignore"):
-        z = np.uint64(int(seed) & (1 << 64) - 1) + (numbers + np.uint64(1)) * _GOLDEN
+        z = np.uint64(int(seed) & (1 << 64) - 1) + (np.array(numbers, np.uint64) + np.uint64(1)) * _GOLDEN
         z = (z ^ (z >> np.uint64(30))) * _FIRST
         z = (z ^ (z >> np.uint64(27))) * _SECOND
         z = z ^ (z >> np.uint64(31))
@@ -92,9 +69,8 @@ def context_draws(rt: Runtime, plan: CpuPlan, rng: Tensor, out: Tensor) -> None:
     pairs[:, 0], pairs[:, 1] = z.view(np.int64), offset
 
 
-def context_max(rt: Runtime, plan: CpuPlan, parts: Tensor, out: Tensor) -> None:
+def context_max(rt: Runtime, parts: Tensor, first: int, out: Tensor) -> None:
     """Of this rank's heads, among all."""
-    _, width, _, first = plan.spec
     target = out.numpy()
     target[:] = -np.inf
-    target[first : first + width] = np.fmax.reduce(parts.numpy(), axis=0, initial=-np.inf)
+    target[first : first + parts.shape[1]] = np.fmax.reduce(parts.numpy(), axis=0, initial=-np.inf)

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from te_core.attention import DIMENSIONS
 from te_core.backends.cpu.context import divided
-from te_core.backends.cpu.executor import CpuPlan
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -19,35 +18,28 @@ if TYPE_CHECKING:
 Places = npt.NDArray[np.int64]
 
 
-def plan_context_rows(rt: Runtime, spec: ContextRowsSpec) -> CpuPlan:
-    """The plan of `context_rows`."""
-    return CpuPlan(spec)
-
-
-def context_rows(rt: Runtime, plan: CpuPlan, t: Tensor, cu: Tensor | None, out: Tensor) -> None:
+def context_rows(rt: Runtime, spec: ContextRowsSpec, t: Tensor, cu: Tensor | None, out: Tensor) -> None:
     """Token by token."""
-    spec: ContextRowsSpec = plan.spec
     source, target = (x.numpy().view(f"u{x.dtype.itemsize}") for x in (t, out))
     _, token, head = DIMENSIONS[spec.form]
-    if spec.how == "heads_to_ranks":
-        for rank in range(spec.size):
-            first = rank // spec.repeats * spec.heads
-            target[rank] = _along(source, head, slice(first, first + spec.heads))
-        return
-    if spec.how == "ranks_to_heads":
-        for rank in range(spec.size):
-            _along(target, head, slice(rank * spec.heads, (rank + 1) * spec.heads))[...] = source[rank]
-        return
+    ranked = target if spec.how.endswith("to_ranks") else source
+    heads = ranked.shape[1 + head]
     for rank in range(spec.size):
-        places = _places(spec, cu, rank)
-        held = places >= 0
-        if spec.how == "sequence_to_ranks":
-            target[rank] = 0
-            target[rank][_index(token, held)] = source[_index(token, places[held])]
+        if spec.how == "heads_to_ranks":
+            first = rank * source.shape[head] // spec.size  # several ranks have one, where heads are fewer
+            target[rank] = _along(source, head, slice(first, first + heads))
+        elif spec.how == "ranks_to_heads":
+            _along(target, head, slice(rank * heads, (rank + 1) * heads))[...] = source[rank]
         else:
-            if rank == 0:
-                target[...] = 0
-            target[_index(token, places[held])] = source[rank][_index(token, held)]
+            places = _places(spec, ranked.shape[1 + token], cu, rank)
+            held = places >= 0
+            if spec.how == "sequence_to_ranks":
+                target[rank] = 0
+                target[rank][_index(token, held)] = source[_index(token, places[held])]
+            else:
+                if rank == 0:
+                    target[...] = 0
+                target[_index(token, places[held])] = source[rank][_index(token, held)]
 
 
 def _along(a: Any, axis: int, index: Any) -> Any:
@@ -58,16 +50,16 @@ def _index(axis: int, index: Any) -> tuple[Any, ...]:
     return (*[slice(None)] * axis, index)
 
 
-def _places(spec: ContextRowsSpec, cu: Tensor | None, rank: int) -> Places:
+def _places(spec: ContextRowsSpec, tokens: int, cu: Tensor | None, rank: int) -> Places:
     """Where each token of a rank is in sequence order; -1 for tokens of no sequence."""
-    row: Places = np.arange(spec.tokens)
+    row: Places = np.arange(tokens)
     if cu is None:
-        chunk, begin, offset = np.full(spec.tokens, spec.tokens // 2), np.zeros(spec.tokens, np.int64), row
+        chunk, begin, offset = np.full(tokens, tokens // 2), np.zeros(tokens, np.int64), row
     else:
         sums = divided(cu, 2 * spec.size)
         begins = sums // (spec.size * spec.parts)
         sequence = np.searchsorted(begins, row, side="right") - 1
-        nowhere = (sequence < 0) | (sequence >= spec.sequences)
+        nowhere = (sequence < 0) | (sequence >= len(sums) - 1)
         sequence[nowhere] = 0
         chunks = np.append(np.diff(sums) // (2 * spec.size * spec.parts), 0)
         chunk = np.where(nowhere, 0, chunks[sequence])

@@ -238,7 +238,7 @@ def _largest(
 
 def plan_attention_backward(rt: Runtime, asked: Asked) -> AttentionPlan:
     """Find or build the graph."""
-    spec, q, k, v, terms, _, grads, bias_grad, *_, out = asked
+    spec, q, k, v, terms, _, grads, bias_grad, *_ = asked
     size = asked.size
     results = grads or dense_like(q, k, v)
     require(
@@ -257,7 +257,7 @@ def plan_attention_backward(rt: Runtime, asked: Asked) -> AttentionPlan:
     empty = not q.size or not k.size
     if empty:
         frame = replace(frame, full=not spec.padded)
-    found = layouts(frame, q, k, v, False, True, results, out)
+    found = layouts(frame, q, k, v, False, True, results, asked.out)
     near = around(rt, frame, found, results, spec.softmax == "off-by-one")
     if empty:
         return AttentionPlan(spec, size, None, near)

@@ -44,9 +44,7 @@ plan_gemm = plan_update = _plan
 activation_backward = activation_forward = _run
 attention_backward = attention_forward = attention_scored = _run
 attention_fp8_backward = attention_fp8_forward = scale_pairs = _run
-plan_attention_merge = plan_attention_sink_grad = plan_context_sum = _plan
 attention_merge = attention_sink_grad = context_sum = _run
-plan_context_draws = plan_context_lengths = plan_context_mark = plan_context_max = plan_context_rows = _plan
 context_draws = context_lengths = context_mark = context_max = context_rows = _run
 add = bias_dropout_add = bias_dropout_add_backward = _run
 kv_append = kv_gather = kv_move = _run
