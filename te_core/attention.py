@@ -57,6 +57,7 @@ class AttentionSpec:
     dropout: float = 0.0
     max_logit: bool = False  # also the largest seen score of each head
     deterministic: bool = False  # equal inputs give equal bits, backward included
+    partial: bool = False  # backward: output and statistics are those over more keys, of which k has some
     max_q: int = 0  # thd: no sequence is longer than this
     max_kv: int = 0
 

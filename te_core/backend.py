@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from te_core.ops.activation import ActivationOperands, ActivationSpec
     from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands
     from te_core.ops.attention_fp8 import Fp8BackwardOperands, Fp8ForwardOperands
+    from te_core.ops.attention_merge import MergeOperands
     from te_core.ops.attention_scored import ScoredAsked, ScoredOperands
+    from te_core.ops.context import ContextLengthsSpec
+    from te_core.ops.context_rows import ContextRowsSpec
     from te_core.ops.gemm import GemmPlan, GemmSpec
     from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVGatherSpec, KVMoveSpec
     from te_core.ops.l2_norm import L2NormOpSpec
@@ -245,6 +248,24 @@ class Backend(Protocol):
     def kv_move(self, rt: Runtime, spec: KVMoveSpec, cache: KVCache, moves: Tensor, /) -> None: ...
     def kv_gather(
         self, rt: Runtime, spec: KVGatherSpec, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor, /
+    ) -> None: ...
+
+    # ----------------------------------------------------------------------- attention over several ranks' keys
+
+    def attention_merge(self, rt: Runtime, form: str, softmax: str, operands: MergeOperands, /) -> None: ...
+    def context_sum(self, rt: Runtime, a: Tensor, b: Tensor | None, out: Tensor, /) -> None: ...
+    def attention_sink_grad(
+        self, rt: Runtime, form: str, dy: Tensor, out: Tensor, stats: Tensor, sink: Tensor, dsink: Tensor, /
+    ) -> None: ...
+
+    def context_lengths(
+        self, rt: Runtime, spec: ContextLengthsSpec, cu: Tensor, padded: Tensor | None, out: Tensor, /
+    ) -> None: ...
+    def context_mark(self, rt: Runtime, t: Tensor, padded: Tensor, size: int, /) -> None: ...
+    def context_draws(self, rt: Runtime, rng: Tensor, numbers: tuple[int, ...], out: Tensor, /) -> None: ...
+    def context_max(self, rt: Runtime, parts: Tensor, first: int, out: Tensor, /) -> None: ...
+    def context_rows(
+        self, rt: Runtime, spec: ContextRowsSpec, t: Tensor, cu: Tensor | None, out: Tensor, /
     ) -> None: ...
 
     # ------------------------------------------------------------------------------------- tokens and padding

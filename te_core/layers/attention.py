@@ -16,6 +16,11 @@ from typing import Any, NamedTuple
 from te_core.arguments import explained
 from te_core.attention import AttentionSpec, Lengths
 from te_core.errors import ArgumentError
+from te_core.layers.context import layer as over_ranks
+from te_core.layers.context.layer import Communicators, communicators
+from te_core.layers.context.rules import check_context
+from te_core.layers.context.schedule import Context
+from te_core.layers.meeting import meet
 from te_core.ops import raw as ops
 from te_core.ops.attention_terms import NOTHING, Terms
 from te_core.quantize.state import Scales
@@ -46,6 +51,7 @@ class AttentionLayerSpec:
     packing: str = "separate"  # or "kv", "qkv"; interleaved with 1 < groups < heads: [.., width of a token]
     interleaved: bool = False
     recompute: bool = False  # backward computes the output again instead of having it kept
+    context: Context | None = None  # how sequences lie cut over ranks; None: they are whole
     #: Whether q, k and v have to be copied apart first.
     copies: bool = field(init=False, repr=False, compare=False, default=False)
 
@@ -58,7 +64,8 @@ class AttentionLayerSpec:
         core = self.core
         by_head = core.bias != "no_bias" or core.softmax == "learnable" or core.max_logit
         by_row = core.masked or core.padded
-        return core.q_format == "sbhd" and not (by_head or by_row or self._straight)
+        exchanged = self.context is not None and self.context.heads > 1
+        return core.q_format == "sbhd" and not (by_head or by_row or exchanged or self._straight)
 
     @property
     def _straight(self) -> bool:
@@ -104,9 +111,9 @@ class AttentionSaved(NamedTuple):
     rng: Tensor | None
     out: Tensor | None  # or the block of a quantized one
     stats: Tensor | None
-    frame_q: Tensor | None = None  # this and the next two in FP8 only
+    frame_q: Tensor | None = None  # in FP8, and where heads are exchanged: of no element, says how a and b came
     frame_kv: Tensor | None = None
-    pairs: Tensor | None = None  # scale and inverse of P, and of a delayed output
+    pairs: Tensor | None = None  # in FP8: scale and inverse of P, and of a delayed output
 
 
 @explained
@@ -128,8 +135,10 @@ def forward(
     *,
     spec: AttentionLayerSpec,
     scales: Scales | None = None,
+    comm: Communicators | None = None,
 ) -> tuple[tuple[Tensor, ...], AttentionSaved]:
-    """((out,), saved), or ((out, largest logits), saved) with `spec.core.max_logit`."""
+    """((out,), saved), or ((out, largest logits), saved) with `spec.core.max_logit`. `comm`: whom with the context is
+    shared."""
     if spec.copies:
         q, b, c = ops.rope_qkv(rt, a, None, None, **split_options(spec))
         assert q is not None
@@ -138,6 +147,8 @@ def forward(
     inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
     q, k, v = views(spec, a, b, c)
     out = rt.empty((*_lead(a, spec.core.q_format), spec.heads * spec.d_v), q.dtype)
+    if spec.context is not None:
+        return _over_ranks(rt, inputs, (q, k, v), out, spec, comm)
     done = ops.attention_forward(
         rt,
         q,
@@ -161,10 +172,13 @@ def backward(
     *,
     spec: AttentionLayerSpec,
     scales: Scales | None = None,
+    comm: Communicators | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(da, db, dc, dbias, None, dsink): gradients of the inputs as they came."""
     if saved.bias is not None:
         saved = saved._replace(bias=on_boundary(rt, saved.bias))  # traced code saves the input, not forward's copy
+    if spec.context is not None:
+        return _backward_over_ranks(rt, dy, saved, spec, comm)
     terms = terms_of(saved)
     a, b, c = saved[:3]
     q, k, v = views(spec, a, b, c)
@@ -189,11 +203,91 @@ def backward(
         grads=(dq, dk, dv),
         bias_grad=spec.needs.bias,
     )
+    return _delivered(rt, (da, db, dc), (dq, dk, dv), found.bias, found.sink, spec)
+
+
+def _delivered(
+    rt: Runtime,
+    given: tuple[Tensor, Tensor | None, Tensor | None],
+    parts: tuple[Tensor, Tensor, Tensor],
+    dbias: Tensor | None,
+    dsink: Tensor | None,
+    spec: AttentionLayerSpec,
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are wanted, of the inputs as they came, and of their views."""
+    da: Tensor | None
+    da, db, dc = given
     if spec.copies:
-        da, db, dc = ops.rope_qkv_backward(rt, dq, dk, dv, None, None, **split_options(spec)), None, None
+        da, db, dc = ops.rope_qkv_backward(rt, *parts, None, None, **split_options(spec)), None, None
     to_q, to_k, to_v, bias, sink = spec.needs
-    dbias, dsink = found.bias if bias else None, found.sink if sink else None
-    return da if to_q else None, db if to_k else None, dc if to_v else None, dbias, None, dsink
+    wanted = da if to_q else None, db if to_k else None, dc if to_v else None
+    return *wanted, dbias if bias else None, None, dsink if sink else None
+
+
+# -------------------------------------------------------------------------------------------- over ranks
+
+
+def _over_ranks(
+    rt: Runtime,
+    inputs: AttentionInputs,
+    parts: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    spec: AttentionLayerSpec,
+    comm: Communicators | None,
+) -> tuple[tuple[Tensor, ...], AttentionSaved]:
+    """`forward` where each rank has a part of every sequence."""
+    q, k, v = parts
+    context, exchanged = spec.context, spec.context is not None and spec.context.heads > 1
+    assert context is not None
+    check_context(spec.core, context, *parts)
+    for one in communicators(context, comm):
+        meet(rt, one, "DotProductAttention", spec, q=q, k=k, v=v)
+    rows = Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner)
+    made = over_ranks.forward(rt, *parts, terms_of(inputs), core=spec.core, context=context, comm=comm, out=rows)
+    frames: tuple[Tensor | None, Tensor | None] = None, None
+    if exchanged:
+        a, b = inputs.a, inputs.b
+        frames = rt.empty((0, *a.shape), a.dtype), None if b is None else rt.empty((0, *b.shape), b.dtype)
+        inputs = inputs._replace(a=made.q, b=made.k, c=made.v)
+    kept, stats = (None, None) if spec.recompute else (made.out if exchanged else out, made.stats)
+    outputs = (out,) if made.max_logit is None else (out, made.max_logit)
+    return outputs, AttentionSaved(*inputs, kept, stats if any(spec.needs) else None, *frames)
+
+
+def _backward_over_ranks(
+    rt: Runtime, dy: Tensor, saved: AttentionSaved, spec: AttentionLayerSpec, comm: Communicators | None
+) -> tuple[Tensor | None, ...]:
+    """`backward` where each rank has a part of every sequence."""
+    context, terms = spec.context, terms_of(saved)
+    assert context is not None
+    core = replace(spec.core, max_logit=False) if spec.core.max_logit else spec.core
+    options: dict[str, Any] = {"core": core, "context": context, "comm": comm}
+    a, b, c = saved[:3]
+    if context.heads > 1:
+        assert saved.frame_q is not None
+        q, k, v = a, b, c
+        shapes = _shapes(spec, saved.frame_q.shape[1:], None if saved.frame_kv is None else saved.frame_kv.shape[1:])
+    else:
+        q, k, v = views(spec, a, b, c)
+        shapes = tuple(None if t is None else t.shape for t in (a, b, c))
+    out, stats = saved.out, saved.stats
+    if spec.recompute:
+        out, stats = over_ranks.recomputed(rt, q, k, v, terms, **options)
+    assert out is not None and stats is not None
+    given = tuple(None if shape is None else rt.empty(shape, q.dtype) for shape in shapes)
+    parts = views(spec, *given)  # type: ignore[arg-type]
+    rows = on_boundary(rt, dy).reshape(*parts[0].shape[:-1], spec.d_v)
+    out = out.reshape(*q.shape[:-1], spec.d_v)
+    dsink = over_ranks.backward(rt, rows, q, k, v, out, stats, terms, **options, grads=parts)
+    return _delivered(rt, given, parts, None, dsink, spec)  # type: ignore[arg-type]
+
+
+def _shapes(
+    spec: AttentionLayerSpec, a: tuple[int, ...], b: tuple[int, ...] | None
+) -> tuple[tuple[int, ...] | None, ...]:
+    """The shapes of the inputs, from those of the first two."""
+    apart = spec.packing == "separate" or spec.copies
+    return a, b, (*b[:-1], spec.d_v) if apart and b is not None else None
 
 
 def on_boundary(rt: Runtime, t: Tensor) -> Tensor:

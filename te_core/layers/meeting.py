@@ -45,15 +45,16 @@ def meet(rt: Any, comm: Any, layer: str, spec: Any, **operands: Any) -> None:
     made its call anew would wait for the others."""
     if not comm.met:
         given = {name: "none" if t is None else f"{tuple(t.shape)}" for name, t in operands.items()}
-        agree_once(rt, comm, {"layer": layer, **given, **dict(facts_of(spec)), **comm.around})
+        what = "tensor" if getattr(spec, "context", None) is None else "context"
+        agree_once(rt, comm, {"layer": layer, **given, **dict(facts_of(spec)), **comm.around}, f"{what} parallelism")
         comm.met = True
 
 
-def agree_once(rt: Any, comm: Any, facts: Facts) -> None:
+def agree_once(rt: Any, comm: Any, facts: Facts, operation: str = "tensor parallelism") -> None:
     """Raise on every rank where the ranks' facts differ. Facts that they have compared before cost no exchange."""
     text = repr(facts)
     if text not in comm.agreed:
-        comm.agree(rt, "tensor parallelism", facts)
+        comm.agree(rt, operation, facts)
         comm.agreed.add(text)
 
 

@@ -13,10 +13,18 @@ attention_backward = explained(raw.attention_backward)
 attention_forward = explained(raw.attention_forward)
 attention_fp8_backward = explained(raw.attention_fp8_backward)
 attention_fp8_forward = explained(raw.attention_fp8_forward)
+attention_merge = explained(raw.attention_merge)
+attention_sink_grad = explained(raw.attention_sink_grad)
 bias_dropout_add = explained(raw.bias_dropout_add)
 bias_dropout_add_backward = explained(raw.bias_dropout_add_backward)
 chunk_row_map = explained(raw.chunk_row_map)
 column_sum = explained(raw.column_sum)
+context_draws = explained(raw.context_draws)
+context_lengths = explained(raw.context_lengths)
+context_mark = explained(raw.context_mark)
+context_max = explained(raw.context_max)
+context_rows = explained(raw.context_rows)
+context_sum = explained(raw.context_sum)
 count_nonfinite = explained(raw.count_nonfinite)
 dequantize = explained(raw.dequantize)
 gemm = explained(raw.gemm)
@@ -54,12 +62,13 @@ update_scales = explained(raw.update_scales)
 
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "amax_many", "attention_backward",
-    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "bias_dropout_add",
-    "bias_dropout_add_backward", "chunk_row_map", "column_sum", "count_nonfinite", "dequantize", "gemm",
-    "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather",
-    "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward",
-    "packed_width", "padding_order", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many",
-    "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward",
-    "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward",
-    "update_scales",
+    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge",
+    "attention_sink_grad", "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum",
+    "context_draws", "context_lengths", "context_mark", "context_max", "context_rows", "context_sum",
+    "count_nonfinite", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map",
+    "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map",
+    "norm_backward", "norm_forward", "packed_width", "padding_order", "permute", "plan_update", "quantize",
+    "quantize_grouped", "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
+    "scale_pairs", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute",
+    "unpermute_backward", "update_scales",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from te_core import dtypes
 from te_core.attention import DIMENSIONS, AttentionSpec, Sizes
 from te_core.dtypes import DType
 from te_core.ops import _check
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_dense, check_stats, sizes_of, stats_shape
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, sizes_of, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -51,8 +51,9 @@ class Asked(NamedTuple):
     stats: bool = True  # forward: whether statistics are kept
     grads: tuple[Tensor, Tensor, Tensor] | None = None  # backward: where the gradients go; None: dense
     bias_grad: bool = False
-    dy: DType | None = None  # of FP8: its type, and that of the gradients
-    grad: DType | None = None
+    dy: Tensor | None = None
+    out: Tensor | None = None  # None: dense
+    grad: DType | None = None  # of FP8: the type of the gradients
 
     @property
     def size(self) -> Sizes:
@@ -105,15 +106,14 @@ def attention_forward(
     stats: bool = True,
     out: Tensor | None = None,
 ) -> Attended:
-    """The output, dense in q's format with d_v, fresh or into `out`; the statistics for backward, if wanted; the
-    largest logits.
+    """The output in q's format with d_v, dense and fresh or into `out`, whose rows of heads may lie apart; the
+    statistics for backward, if wanted; the largest logits.
     """
-    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats))
+    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats, out=out))
     if out is None:
         out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-    check_dense("attention_forward", "out", out, q, v)
     _check.written("attention_forward", "out", out)
-    statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
+    statistics = rt.empty(stats_shape(q, spec.q_format), dtypes.float32) if stats else None
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
     rt.backend.attention_forward(rt, plan, ForwardOperands(q, k, v, terms, out, statistics, largest))
     return Attended(out, statistics, largest)
@@ -121,7 +121,10 @@ def attention_forward(
 
 def _plan_forward(rt: Runtime, asked: Asked) -> Any:
     """Its arguments are looked at once for all tensors that are alike."""
-    check("attention_forward", rt, asked.q, asked.k, asked.v, asked.spec, asked.terms)
+    op, (spec, q, k, v, terms, *_), out = "attention_forward", asked, asked.out
+    check(op, rt, q, k, v, spec, terms)
+    if out is not None:
+        check_results(op, q, v, apart=True, out=out)
     return rt.backend.plan_attention_forward(rt, asked)
 
 
@@ -142,12 +145,12 @@ def attention_backward(
     """The gradients of q, k, v, dense (small ones in one block of memory) or into `grads` (parts of a packed one, say);
     of bias and a learnable sink.
 
-    dy is dense in the output's format and dtype.
+    dy lies as the output does, in its dtype. With `spec.partial` k and v are some of the keys: output and statistics
+    are those over all of them, and so are the gradients of k and v, while that of q is a summand.
     """
     op = "attention_backward"
-    plan = rt.plans.find(rt, _plan_backward, Asked(spec, q, k, v, terms, grads=grads, bias_grad=bias_grad))
-    for name, t in (("dy", dy), ("out", out)):
-        check_dense(op, name, t, q, v)
+    asked = Asked(spec, q, k, v, terms, grads=grads, bias_grad=bias_grad, dy=dy, out=out)
+    plan = rt.plans.find(rt, _plan_backward, asked)
     check_stats(op, stats, q, spec)
     _check.written(op, "a gradient", *(grads or ()))
     dq, dk, dv = grads or _fresh(rt, q, k, v)
@@ -161,6 +164,8 @@ def attention_backward(
 def _plan_backward(rt: Runtime, asked: Asked) -> Any:
     op, (spec, q, k, v, terms, *_) = "attention_backward", asked
     check(op, rt, q, k, v, spec, terms)
+    assert asked.dy is not None and asked.out is not None
+    check_results(op, q, v, apart=True, dy=asked.dy, out=asked.out)
     _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
     for name, t, like in zip(("dq", "dk", "dv"), asked.grads or (q, k, v), (q, k, v), strict=True):
         _check.require(

@@ -19,7 +19,7 @@ from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
 from te_core.ops.attention import Asked, Attended
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_dense, check_stats, stats_shape
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
@@ -128,10 +128,10 @@ def attention_fp8_forward(
     op = "attention_fp8_forward"
     plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats))
     _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
-    check_dense(op, "out", out, q, v, out.dtype)
+    check_results(op, q, v, typed=False, out=out)
     _check_scales(op, rt.device, scales)
     _check.written(op, "out", out)
-    statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
+    statistics = rt.empty(stats_shape(q, spec.q_format), dtypes.float32) if stats else None
     rt.backend.attention_fp8_forward(rt, plan, Fp8ForwardOperands(q, k, v, terms, scales, out, statistics))
     return Attended(out, statistics, None)
 
@@ -161,12 +161,11 @@ def attention_fp8_backward(
     if grads is None:
         grads = rt.empty(q.shape, grad_dtype), rt.empty(k.shape, grad_dtype), rt.empty(v.shape, grad_dtype)
     op = "attention_fp8_backward"
-    asked = Asked(spec, q, k, v, terms, grads=grads, dy=dy.dtype, grad=grad_dtype)
+    asked = Asked(spec, q, k, v, terms, grads=grads, dy=dy, grad=grad_dtype)
     plan = rt.plans.find(rt, _plan_backward, asked, scales.dq is None)
     _check_results(op, rt, (out,), ((*q.shape[:-1], v.shape[-1]),), q.dtype, scales.out is None)
     _check_results(op, rt, grads, (q.shape, k.shape, v.shape), grad_dtype, scales.dq is None)
-    for name, t in (("dy", dy), ("out", out)):
-        check_dense(op, name, t, q, v, t.dtype)
+    check_results(op, q, v, typed=False, dy=dy, out=out)
     check_stats(op, stats, q, spec)
     _check_scales(op, rt.device, scales)
     _check.written(op, "a gradient", *grads)
@@ -178,7 +177,7 @@ def attention_fp8_backward(
 def _plan_backward(rt: Runtime, asked: Asked) -> Any:
     op, (spec, q, k, v, terms, *_) = "attention_fp8_backward", asked
     check(op, rt, q, k, v, spec, terms, FP8)
-    _check.one_of(op, "dtype of dy", asked.dy, FP8)
+    _check.one_of(op, "dtype of dy", _check.dtype(asked.dy), FP8)
     _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
     return rt.backend.plan_attention_fp8_backward(rt, asked)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from te_core import dtypes
 from te_core.attention import AttentionSpec, ScoreMod, Sizes
 from te_core.ops import _check
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_dense, check_stats, sizes_of, stats_shape
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, sizes_of, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -85,7 +85,7 @@ def attention_scored_forward(
     given = _given(op, rt, tensors, {})
     plan = _planned(rt, ScoredAsked(spec, mod, q, k, v, given, False, stats))
     out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-    statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
+    statistics = rt.empty(stats_shape(q, spec.q_format), dtypes.float32) if stats else None
     rt.backend.attention_scored(rt, plan, ScoredOperands(q, k, v, out, statistics, given))
     return out, statistics
 
@@ -102,8 +102,7 @@ def attention_scored_backward(
     """The gradients of q, k and v, dense; `tensors` are those of the forward's function, and of the backward's."""
     op = "attention_scored_backward"
     q, k, v, out, stats = kept
-    for name, t in (("dy", dy), ("out", out)):
-        check_dense(op, name, t, q, v)
+    check_results(op, q, v, dy=dy, out=out)
     check_stats(op, stats, q, spec)
     given = _given(op, rt, *tensors)
     plan = _planned(rt, ScoredAsked(spec, mod, q, k, v, given, True, True))

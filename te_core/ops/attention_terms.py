@@ -11,7 +11,7 @@ from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Tensor, dense_strides
 
 
 class Terms(NamedTuple):
@@ -46,24 +46,34 @@ def _extent(t: Tensor, form: str, longest: int, cu: Tensor | None) -> tuple[int,
     return t.shape[b], t.shape[s], t.shape[h], t.shape[-1]
 
 
-def stats_shape(q: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
-    """The shape of the statistics of a forward."""
-    b, s, h = DIMENSIONS[spec.q_format]
+def stats_shape(q: Tensor, form: str) -> tuple[int, ...]:
+    """The shape of the statistics of a forward, whose q or output this is."""
+    b, s, h = DIMENSIONS[form]
     return (q.shape[0], q.shape[1]) if b is None else (q.shape[b], q.shape[h], q.shape[s])
 
 
-def check_dense(op: str, name: str, t: Tensor, q: Tensor, v: Tensor, dtype: DType | None = None) -> None:
-    """A result, or what is read as one (of q's dtype, unless said otherwise), lies as backends take it."""
-    shape, dtype = (*q.shape[:-1], v.shape[-1]), dtype or q.dtype
-    aligned = not (t.ptr & 15 and q.device.kind == "cuda")
-    if t.shape != shape or t.dtype is not dtype or not t.is_contiguous or t.device is not q.device or not aligned:
-        allowed = f"a dense {shape} of {dtype} beside q, on CUDA at a multiple of 16 bytes"
-        raise ArgumentError(op, f"{name} = {t!r} at {t.ptr:#x}", allowed, f"correct {name}")
+def check_results(op: str, q: Tensor, v: Tensor, *, typed: bool = True, apart: bool = False, **results: Tensor) -> None:
+    """Results, or what is read as one, lie as backends take them: dense, or, where rows may lie `apart`, all alike with
+    the heads of a token side by side (packed tokens: one behind the other). Of q's dtype, if `typed`.
+    """
+    shape = (*q.shape[:-1], v.shape[-1])
+    dense = all(t.is_contiguous for t in results.values())
+    strides = next(iter(results.values())).row_major_strides()
+    apart = apart and len(shape) > 3 and strides[-2:] == dense_strides(shape)[-2:]
+    for name, t in results.items():
+        lies = dense or (apart and t.row_major_strides() == strides)
+        aligned = not (t.ptr & 15 and q.device.kind == "cuda")
+        right = t.shape == shape and (not typed or t.dtype is q.dtype) and t.device is q.device
+        if not (right and lies and aligned):
+            got = ", ".join(f"{n} = {other!r} at {other.ptr:#x}" for n, other in results.items())
+            rows = ", or with rows apart, the heads of a token side by side, all of the same strides" * apart
+            allowed = f"{shape}{f' of {q.dtype}' * typed} beside q, dense{rows}, on CUDA at a multiple of 16 bytes"
+            raise ArgumentError(op, got, allowed, f"correct {name}")
 
 
 def check_stats(op: str, stats: Tensor, q: Tensor, spec: AttentionSpec) -> None:
     """The statistics are those of a forward."""
-    _check.sized(op, "stats", stats, stats_shape(q, spec), (dtypes.float32,), "pass forward's stats")
+    _check.sized(op, "stats", stats, stats_shape(q, spec.q_format), (dtypes.float32,), "pass forward's stats")
     _check.on_device(op, q.device, stats)
 
 

@@ -3,7 +3,10 @@
 from te_core.ops.activation import activation_backward, activation_forward, is_gated
 from te_core.ops.attention import attention_backward, attention_forward
 from te_core.ops.attention_fp8 import attention_fp8_backward, attention_fp8_forward, scale_pairs
+from te_core.ops.attention_merge import attention_merge, attention_sink_grad, context_sum
 from te_core.ops.attention_scored import attention_scored_backward, attention_scored_forward
+from te_core.ops.context import context_draws, context_lengths, context_mark, context_max
+from te_core.ops.context_rows import context_rows
 from te_core.ops.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.ops.gemm import gemm
 from te_core.ops.gemm_grouped import gemm_grouped
@@ -33,12 +36,13 @@ from te_core.ops.swizzle import swizzle_scales
 
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "amax_many", "attention_backward",
-    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_scored_backward",
-    "attention_scored_forward", "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum",
-    "count_nonfinite", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map",
-    "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map",
-    "norm_backward", "norm_forward", "packed_width", "padding_order", "permute", "plan_update", "quantize",
-    "quantize_grouped", "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
-    "scale_pairs", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute",
-    "unpermute_backward", "update_scales",
+    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge",
+    "attention_scored_backward", "attention_scored_forward", "attention_sink_grad", "bias_dropout_add",
+    "bias_dropout_add_backward", "chunk_row_map", "column_sum", "context_draws", "context_lengths", "context_mark",
+    "context_max", "context_rows", "context_sum", "count_nonfinite", "dequantize", "gemm", "gemm_grouped",
+    "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather", "kv_move",
+    "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward", "packed_width",
+    "padding_order", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many", "resize", "rope",
+    "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward", "softmax_forward",
+    "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip

@@ -38,7 +38,12 @@ class Collective:
             if owner.__class__ is not Tensor:
                 owner = Tensor(at[slot], block[0], block[1], device, owner)
             tensors.append(Tensor(at[slot] + offset, shape, dtype, device, owner, strides))
-        held[self.handle] = getattr(held[-1][self.comm], self.name)(rt, *tensors, *self.options)
+        begin = getattr(held[-1][self.comm], self.name)
+        if self.name == "send_recv":  # what goes and where to, what comes and where from
+            (sent, coming), (to, source) = tensors, self.options
+            held[self.handle] = begin(rt, sent, to, coming, source)
+        else:
+            held[self.handle] = begin(rt, *tensors, *self.options)
 
     def __repr__(self) -> str:
         return f"begin {self.name} t{self.handle}"
@@ -109,9 +114,9 @@ class RecordedCommunicator:
         """As said there."""
         return self._begin(rt, "all_to_all", (t, out))
 
-    def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Any:
-        """As said there: layers do not use it yet."""
-        raise self._recorder.refused("ranks that send to one another")
+    def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> _Handle:
+        """As said there."""
+        return self._begin(rt, "send_recv", (t, out), to, source)
 
     def agree(self, rt: Runtime, operation: str, facts: Any) -> None:
         """Ranks that have met do not ask again."""

@@ -272,6 +272,16 @@ def _signature(function: Callable[..., Any]) -> Signature:
     return signature(function)
 
 
+def _recorded(part: Any, recorder: Recorder, wholes: list[Any]) -> Any:
+    """An argument, where it is a communicator, or several, in the form that records what it is asked for."""
+    if hasattr(part, "all_gather"):
+        number = next(i for i, whole in enumerate(wholes) if whole is part)
+        return RecordedCommunicator(recorder, number, part)
+    if part.__class__ in (tuple, list) and any(hasattr(one, "all_gather") for one in part):
+        return tuple(_recorded(one, recorder, wholes) for one in part)
+    return part
+
+
 def record(
     rt: Runtime,
     what: str,
@@ -296,11 +306,9 @@ def record(
         inputs.append(recorder.input(next(names), t))
         return inputs[-1]
 
-    given = exchanged((*arguments, *options.values()), symbolic, wholes)
-    for i, part in enumerate(given):
-        if hasattr(part, "all_gather"):
-            number = next(i for i, whole in enumerate(wholes) if whole is part)
-            given = (*given[:i], RecordedCommunicator(recorder, number, part), *given[i + 1 :])
+    given = tuple(
+        _recorded(part, recorder, wholes) for part in exchanged((*arguments, *options.values()), symbolic, wholes)
+    )
     on = RecordingRuntime(rt, recorder)
     result = function(on, *given[: len(arguments)], **dict(zip(options, given[len(arguments) :], strict=True)))
     made = Result(result, inputs, wholes, recorder.slots)

@@ -27,6 +27,8 @@ from te_core.attention_rules import cudnn_attention, fp8_refusal
 from te_core.device import DeviceInfo
 from te_core.dtypes import DType
 from te_core.errors import LibraryError, UnsupportedError
+from te_core.layers.context.rules import attentions
+from te_core.layers.context.schedule import Context
 from te_torch.attention.env import Switches
 
 FLASH2, FLASH3, FLASH4 = "FlashAttention 2", "FlashAttention 3", "FlashAttention 4"
@@ -71,6 +73,8 @@ class Request:
     score_mod: str = ""  # what functions of the scores are of: "graph" (cuDNN's) or "torch"
     fp8_output: bool = False  # with a score_mod
     checkpoint: bool = False  # backward is to compute the attention again
+    context: Context | None = None  # how sequences lie cut over ranks; sizes are this rank's
+    context_rank: int = 0
     switches: Switches = Switches()
     installed: Installed = Installed()
 
@@ -109,6 +113,10 @@ _f16 = _refuses(
 _no_fp8 = _refuses(lambda r: r.fp8, "it has no FP8 attention")
 _no_splits = _refuses(lambda r: r.num_splits != 1, "num_splits={r.num_splits} is FlashAttention 3's and 4's")
 _no_max_logit = _refuses(lambda r: r.spec.max_logit, "it does not return max_logit")
+_whole = _refuses(lambda r: r.context, "it takes whole sequences: context parallelism needs statistics of parts")
+_no_context_in_fp8 = _refuses(
+    lambda r: r.context and r.fp8, "FP8 attention under context parallelism is not built: fp8_dpa=False"
+)
 _no_score_mod = _refuses(lambda r: r.score_mod, "it takes no score_mod and no torch_score_mod")
 _plain_softmax = _refuses(lambda r: r.spec.softmax != "vanilla", "it has no softmax_type={r.spec.softmax!r}")
 _no_mask_tensor = _refuses(lambda r: r.spec.masked, "it takes no arbitrary mask")
@@ -244,19 +252,23 @@ def _cudnn(r: Request) -> str | None:
         return None  # te_core's own CPU backend, which takes everything but some FP8 (`_takes_fp8`)
     if r.installed.cudnn is None:
         return "cuDNN or nvidia-cudnn-frontend is not installed"
-    able, reason = cudnn_attention(
-        r.device,
-        r.installed.cudnn,
-        r.spec,
-        r.sizes,
-        r.dtype,
-        r.training,
-        r.fp8,
-        paged=r.paged,
-        bias_grad=r.bias_grad,
-        bias_rows=r.bias_rows,
-    )
-    return None if able else reason
+    asked = [(r.spec, r.sizes)] if r.context is None else attentions(r.spec, r.context, r.context_rank, r.sizes)
+    for spec, sizes in asked:
+        able, reason = cudnn_attention(
+            r.device,
+            r.installed.cudnn,
+            spec,
+            sizes,
+            r.dtype,
+            r.training,
+            r.fp8,
+            paged=r.paged,
+            bias_grad=r.bias_grad,
+            bias_rows=r.bias_rows,
+        )
+        if not able:
+            return reason
+    return None
 
 
 def _takes_fp8(r: Request, emulated: bool = False) -> str | None:
@@ -268,6 +280,7 @@ def _takes_fp8(r: Request, emulated: bool = False) -> str | None:
 _FLASH_COMMON: tuple[Rule, ...] = (
     _on_gpu,
     _flash_allowed,
+    _whole,
     _no_max_logit,
     _no_score_mod,
     _plain_softmax,
@@ -299,10 +312,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     FUSED: (
         _fused_allowed, _fused_is_f16, _fused_is_fp8, _no_torch_score_mod, _fused_score_mod, _no_splits,
-        _cudnn, _takes_fp8,
+        _no_context_in_fp8, _cudnn, _takes_fp8,
     ),
     UNFUSED: (
-        _unfused_allowed, _no_graph_score_mod, _no_score_mod_in_fp8, _no_score_mod_of_cache, _no_splits,
+        _unfused_allowed, _whole, _no_graph_score_mod, _no_score_mod_in_fp8, _no_score_mod_of_cache, _no_splits,
         _unfused_emulates, functools.partial(_takes_fp8, emulated=True),
     ),
 }  # fmt: skip
@@ -317,11 +330,13 @@ class Choice(NamedTuple):
     backend: str | None
     reasons: dict[str, str | None]
     why: str
+    schedule: str = ""  # of context parallelism: its steps
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
         lines = [f"{name:{width}}  {reason or 'eligible'}" for name, reason in self.reasons.items()]
-        return "\n".join([*lines, f"chosen: {self.backend or 'none'} ({self.why})"])
+        lines.append(f"chosen: {self.backend or 'none'} ({self.why})")
+        return "\n".join([*lines, self.schedule] if self.schedule else lines)
 
 
 def eligible(request: Request) -> dict[str, str | None]:

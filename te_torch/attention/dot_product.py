@@ -43,6 +43,7 @@ from te_torch.attention.plan import (
     facts_of_plan,
     make_plan,
     request_of,
+    schedule_in_words,
     wrong,
 )
 from te_torch.attention.running import ready
@@ -50,12 +51,13 @@ from te_torch.attention.score_mod import functions
 from te_torch.autocast import Now, precision_now
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
-from te_torch.base.parallel import check_context_groups, check_group, size_of
+from te_torch.base.parallel import check_group, size_of
 from te_torch.base.plans import Prepared
 from te_torch.doors import either
 from te_torch.export.handed import Handed
 from te_torch.forks import fork_of
 from te_torch.function import noting
+from te_torch.parallel.context.groups import context_groups
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import default_device
 
@@ -159,14 +161,33 @@ class DotProductAttention(BaseModule):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the group over which sequences are spread (one rank only in this release)."""
+        """Set the group over which sequences are spread; None: they are whole on every rank.
+
+        Each sequence is cut into 2 * ranks chunks, of which rank r has chunk r and chunk 2 * ranks - 1 - r. `cp_group`
+        is a process group, a mesh of one dimension, or for "a2a+p2p" a list of two: [a2a group, p2p group].
+        `cp_global_ranks`, where given, are the global ranks of the groups. `cp_stream` changes nothing: what overlaps
+        with an attention are transfers, which have a stream of their own.
+        """
         operation = f"{OPERATION}.set_context_parallel_group"
-        check_context_groups(operation, cp_group)
-        if cp_comm_type not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
-            got = f"cp_comm_type={cp_comm_type!r}"
-            raise ArgumentError(operation, got, "p2p, all_gather, a2a, a2a+p2p", "choose one of these")
-        self.cp_group, self.cp_global_ranks, self.cp_stream = cp_group, cp_global_ranks, cp_stream
+        self._context = found = context_groups(operation, cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.cp_comm_type = cp_comm_type
+        self._static = self._static._replace(context=found.context, context_rank=found.rank)
+        self._choices.clear()
+
+    @property
+    def cp_group(self) -> Any:
+        """The group over which sequences are spread, or the list of two."""
+        return self._context.given[0]
+
+    @property
+    def cp_global_ranks(self) -> Any:
+        """Its global ranks, as they were given."""
+        return self._context.given[1]
+
+    @property
+    def cp_stream(self) -> Any:
+        """The stream that was given."""
+        return self._context.given[2]
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Remember the group; heads are spread over it by `tp_size`. Its ranks compare what they are called with."""
@@ -181,7 +202,7 @@ class DotProductAttention(BaseModule):
             first = self._static.heads * torch.distributed.get_rank(group)
         elif self.tp_size > 1:
             first = -1
-        self._static = Static(*self._static[:-1], first)
+        self._static = self._static._replace(first_head=first)
 
     # --------------------------------------------------------------------------------------------- forward
 
@@ -307,6 +328,7 @@ class DotProductAttention(BaseModule):
             whole = given.a.dequantize() if isinstance(given.a, (QuantizedTorch, Handed)) else given.a
             q, k, v = heads_of(whole, len(given.qkv_format) - 2, self._static[:4], given.interleaved)
             given = given.but(a=q, b=k, c=v, packing="separate", interleaved=False)
+        self._context.check(OPERATION)
         if either(False, True):
             return traced.attention(self, given)
         if not _asked.choice and _is_plain(given):
@@ -349,7 +371,7 @@ class DotProductAttention(BaseModule):
             return self.explain_key(key)
         plan = self._choice(key)
         if plan.prepare.lengths == "given" and not key.cached:
-            check_sums(given)
+            check_sums(given, self._static.context)
         key, given, orders = in_front(key, given, plan.prepare.lengths)
         modifier = given.functions
         if orders is not None:
@@ -420,7 +442,7 @@ class DotProductAttention(BaseModule):
         world = (key, env.snapshot(), torch.are_deterministic_algorithms_enabled(), choose.generation[0])
         plan = self._choices.get(world)
         if plan is None:
-            plan = ready(make_plan(self._static, key, env.now()), self._fork)
+            plan = ready(make_plan(self._static, key, env.now()), self._fork, self._communicators())
             self._meet(facts_of_plan(plan), key.a.device)
             if len(self._choices) >= _PLANS:
                 self._choices.clear()
@@ -428,12 +450,19 @@ class DotProductAttention(BaseModule):
         self.__dict__["_last_plan"] = plan  # Module.__setattr__ would cost a microsecond
         return plan
 
+    def _communicators(self) -> Any:
+        if self._context.context is None:
+            return None
+        return self._context.communicators(OPERATION)
+
     def _of_custom(self, number: int) -> int:
         """Attention's own precision in a region of the one of this number."""
         return fp8_attention.attention_number_at_trace(number)
 
     def _facts(self) -> tuple[Any, ...]:
-        return *super()._facts(), *self._static, self._fork is None
+        *static, context, rank = self._static
+        spread = () if context is None else (context.mode, context.size, context.inner, rank)
+        return *super()._facts(), *static, *spread, self._fork is None
 
     # --------------------------------------------------------------------------------------------- reports
 
@@ -453,7 +482,9 @@ class DotProductAttention(BaseModule):
 
     def explain_key(self, key: Key) -> choose.Choice:
         """The choice for a call's key."""
-        return choose.decide(request_of(self._static, key, env.now())[1])
+        request = request_of(self._static, key, env.now())[1]
+        found = choose.decide(request)
+        return found if request.context is None else found._replace(schedule=schedule_in_words(request, key.a.shape))
 
     def extra_repr(self) -> str:
         """What a printed module shows."""

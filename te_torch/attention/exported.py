@@ -36,6 +36,8 @@ def attention(module: Any, key: Key, given: Given) -> Any:
     """What DotProductAttention gives for this call."""
     if key.score_mod:
         raise wrong("score_mod in an export", "attention without it", "leave score_mod out of what is exported")
+    if module._static.context is not None:
+        raise wrong("context parallelism in an export", "whole sequences", "export a module without a cp_group")
     plan = make_plan(module._static, key, env.now(), choose.UNFUSED)
     if plan.spec.dropout:
         raise dropout_refused()

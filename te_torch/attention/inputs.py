@@ -9,6 +9,7 @@ import torch
 
 from te_core.attention import DIMENSIONS, alibi_slopes, canonical_mask
 from te_core.layers.attention import AttentionInputs
+from te_core.layers.context.schedule import Context
 from te_torch.attention import env
 from te_torch.attention.masks import Sums, check_beside, check_running_sums, get_cu_seqlens, longest
 from te_torch.attention.plan import OPERATION, Key, Preparation, Static, wrong
@@ -144,15 +145,19 @@ def with_equal_lengths(key: Key, given: Given) -> Key:
     return key._replace(cu=key.cu._replace(shared=torch.equal(cu, given.cu_seqlens_kv)))
 
 
-def check_sums(given: Given) -> None:
-    """Sequences are where there are tokens. This looks at the CPU's sums only: a look at a GPU's would wait."""
+def check_sums(given: Given, context: Context | None = None) -> None:
+    """Sequences are where there are tokens. This looks at the CPU's sums only: a look at a GPU's would wait.
+
+    Under context parallelism the sums are those of whole sequences, of which every rank has as many tokens.
+    """
+    ranks = 1 if context is None else context.size
     packed, tokens = given.qkv_format == "thd", DIMENSIONS[given.qkv_format][1]
     for which, t in (("q", given.a), ("kv", given.a if given.b is None else given.b)):
         cu: torch.Tensor = getattr(given, f"cu_seqlens_{which}")
         begin: torch.Tensor | None = getattr(given, f"cu_seqlens_{which}_padded")
         if type(cu) is not torch.Tensor or not cu.is_cpu or (begin is not None and not begin.is_cpu):
             continue
-        name, sums, room = f"cu_seqlens_{which}", cu.tolist(), t.shape[tokens]
+        name, sums, room = f"cu_seqlens_{which}", cu.tolist(), ranks * t.shape[tokens]
         check_running_sums(name, sums)
         lengths = [b - a for a, b in zip(sums, sums[1:], strict=False)]
         starts = [0] * len(lengths) if not packed else sums if begin is None else begin.tolist()
@@ -160,6 +165,10 @@ def check_sums(given: Given) -> None:
         if last > room or min(starts, default=0) < 0:
             got = f"{name} with a sequence up to token {last} of {room}"
             raise wrong(got, "sequences of the tokens that there are", f"correct {name}")
+        if ranks > 1 and packed and any(n % (2 * ranks) for n in starts):
+            got = f"{name if begin is None else name + '_padded'} = {starts} over {ranks} ranks"
+            allowed = f"lengths that are multiples of {2 * ranks}: each sequence is cut into so many chunks"
+            raise wrong(got, allowed, "pad the sequences: pad_thd_sequences_for_cp")
         longest_length, most = max(lengths, default=0), getattr(given, f"max_seqlen_{which}")
         if packed and most is not None and longest_length > most:
             got = f"max_seqlen_{which}={most} with a sequence of {longest_length} tokens"

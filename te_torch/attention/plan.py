@@ -15,9 +15,11 @@ import torch
 from te_core import device as devices
 from te_core.attention import BIASES, DIMENSIONS, FORMATS, SOFTMAX, AttentionSpec, Sizes, canonical_mask, with_mask
 from te_core.device import DeviceInfo
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
 from te_core.layers.attention_fp8 import row_widths
+from te_core.layers.context.rules import Cut, check
+from te_core.layers.context.schedule import Context, Load, schedule
 from te_core.layers.meeting import facts_of, words
 from te_torch.attention import choose, env
 from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
@@ -70,6 +72,8 @@ class Static(NamedTuple):
     layer_number: int
     all_heads: int = 0  # `heads` of all tensor-parallel ranks; 0: there is one
     first_head: int = 0  # this rank's first one; -1: no group says which that is
+    context: Context | None = None  # how sequences lie cut over ranks; None: they are whole
+    context_rank: int = 0
 
 
 class Key(NamedTuple):
@@ -184,7 +188,11 @@ def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, c
     spec = spec_of(static, key, sizes, switches.deterministic)
     q, k, v, bias = (fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias))
     needs = AttentionNeeds(q, k, v, bias, key.sink_grad)
-    layer = AttentionLayerSpec(spec, *static[:4], needs, key.packing, key.interleaved, key.checkpoint)
+    layer = AttentionLayerSpec(
+        spec, *static[:4], needs, key.packing, key.interleaved, key.checkpoint, context=static.context
+    )
+    if static.context is not None:
+        _check_context(static, key, spec, sizes)
     training = key.training or any(needs)
     request = choose.Request(
         device_info(key.a.device),
@@ -205,6 +213,8 @@ def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, c
         score_mod=key.score_mod,
         fp8_output=key.quantized,
         checkpoint=key.checkpoint,
+        context=static.context,
+        context_rank=static.context_rank,
         switches=switches,
         installed=choose.installed(),
     )
@@ -235,6 +245,30 @@ def spec_of(static: Static, key: Key, sizes: Sizes, deterministic: bool) -> Atte
     )
     window = check_set_window_size(key.mask_type, key.window)
     return with_mask(spec, key.mask_type, window, key.bottom_right)
+
+
+def _check_context(static: Static, key: Key, spec: AttentionSpec, sizes: Sizes) -> None:
+    """What is refused of a call whose sequences lie cut over ranks."""
+    assert static.context is not None
+    for given, what, do in (
+        (key.mask is not None, "attention_mask", "pass cu_seqlens of the whole sequences, with a mask type of padding"),
+        (key.cached or key.pages is not None, "inference_params", "generate on one rank"),
+        (bool(key.score_mod), "score_mod or torch_score_mod", "leave the functions of the scores out"),
+        (key.form == "thd" and "padding" not in key.mask_type, f"thd with {key.mask_type!r}", "use a padding type"),
+    ):
+        if given:
+            raise UnsupportedError(OPERATION, f"{what} under context parallelism", "see docs/parallel.md", do)
+    tokens = (key.a.shape[0],) * 2 if key.form == "thd" else (sizes.sq, sizes.skv)
+    check(Cut(spec, static.context, static.heads, static.groups, tokens))
+
+
+def schedule_in_words(request: choose.Request, shape: tuple[int, ...]) -> str:
+    """The steps of a call under context parallelism, and the bytes that this rank hands over. `shape`: of its q."""
+    sizes, context = request.sizes, request.context
+    assert context is not None
+    q, kv = (shape[0],) * 2 if request.packed else (sizes.batch * sizes.sq, sizes.batch * sizes.skv)
+    load = Load(q, kv, sizes.heads, sizes.groups, sizes.d_qk, sizes.d_v, request.dtype.itemsize)
+    return schedule(context, request.context_rank, request.spec).explain(load)
 
 
 def sizes_of(static: Static, key: Key) -> Sizes:

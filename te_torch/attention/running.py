@@ -18,15 +18,15 @@ Run = Callable[..., fused.Results]
 RUN: dict[str, Run] = {choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run)}
 
 
-def ready(plan: Plan, fork: Fork | None) -> Plan:
-    """The plan with what runs it; `fork`: of the tracker that its module draws from."""
-    plan.call = register(fused.ATTENTION, plan.layer, any(plan.layer.needs))
+def ready(plan: Plan, fork: Fork | None, comm: Any = None) -> Plan:
+    """The plan with what runs it; `fork`: of the tracker that its module draws from, `comm`: over which ranks."""
+    plan.call = register(fused.ATTENTION, plan.layer, any(plan.layer.needs), comm=comm)
     run: Run = RUN[plan.backend]
     if plan.key.score_mod == "graph":
         plan.run = run_graph
         return plan
     if plan.backend == choose.FUSED:  # its own layer computes again if asked for
-        plan.run = flash.run_backward_only if flash.takes_backward(plan) else run
+        plan.run = flash.run_backward_only if comm is None and flash.takes_backward(plan) else run
         return plan
     if plan.key.checkpoint:
         run = partial(_checkpointed, run)

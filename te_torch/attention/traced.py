@@ -229,7 +229,7 @@ def _trace_plan(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: 
     plan = modules[0]._choice(Key.of(key))
     for module in modules[1:]:
         module._last_plan = module._last_plan or plan
-    eager = (plan.key.checkpoint and plan.backend != choose.FUSED) or plan.key.score_mod
+    eager = (plan.key.checkpoint and plan.backend != choose.FUSED) or plan.key.score_mod or plan.layer.context
     if plan.key.fp8 and plan.backend == choose.UNFUSED and modules[0]._inspectors() is not None:
         eager = True  # a traced rounding shows nothing to an inspector
     if plan.backend == choose.UNFUSED and not eager:

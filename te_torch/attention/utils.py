@@ -196,10 +196,11 @@ def get_attention_backend(
     attention_params: AttentionParams,
 ) -> tuple[bool, str | None, bool, str | None, bool, list[bool]]:
     """(is FlashAttention used, which, is FusedAttention used, its kind, is Unfused used, [which of them could be])."""
-    if attention_params.context_parallel:  # as `set_context_parallel_group` says
-        return False, None, False, None, False, [False, False, False]
     found = choose.decide(attention_params.request())
     able = [name for name, reason in found.reasons.items() if reason is None]
+    if attention_params.context_parallel:  # one backend takes it
+        able = [name for name in able if name == choose.FUSED]
+        found = found._replace(backend=able[0] if able else None)
     flash = found.backend if found.backend in choose.FLASH else None
     fused = None
     if choose.FUSED in able:

@@ -257,7 +257,7 @@ class TransformerLayer(Unit):
                 part.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Set the group over which sequences are spread, in every attention."""
         self._tell_all("set_context_parallel_group", cp_group, cp_global_ranks, cp_stream, cp_comm_type)

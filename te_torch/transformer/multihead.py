@@ -271,9 +271,9 @@ class MultiheadAttention(Unit):
                 child.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the group over which sequences are spread (one rank only in this release)."""
+        """Set the group over which sequences are spread: see DotProductAttention."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     # -------------------------------------------------------------------------------------- forward
@@ -524,7 +524,15 @@ class MultiheadAttention(Unit):
             "interleaved": self.rotary_pos_interleaved,
             "cu_seqlens": cu if self.qkv_format == "thd" else None,
             "start_positions": starts,
+            **self._spread(),
         }
+
+    def _spread(self) -> dict[str, int]:
+        """Over how many ranks sequences lie cut, and which of these this is."""
+        core = self._modules["core_attention"]
+        static: Any = getattr(core, "_static", None)
+        context = None if static is None else static.context
+        return {} if context is None else {"cp_size": context.size, "cp_rank": static.context_rank}
 
 
 def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

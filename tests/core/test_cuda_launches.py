@@ -255,3 +255,30 @@ def test_pieces_off_16_bytes_are_refused(machine: Machine) -> None:
     assert ops.swizzle_scales(rt, one).size == one.size
     with pytest.raises(ArgumentError, match="swizzle_scales: got .*multiple of 16 bytes"):
         ops.swizzle_scales(rt, Tensor(one.ptr + 4, one.shape, one.dtype, one.device, one))
+
+
+def test_vectors_between_ranks_fit_addresses(machine: Machine, asked: Any) -> None:
+    """Each tensor's address bounds the vectors in which rows move, and outputs are merged, by its own type."""
+    rt = machine.runtime()
+    wide, narrow = tensor(rt, 8, 2, 4, 32), tensor(rt, 8, 2, 4, 32, dtype=dtypes.bfloat16)
+
+    def off(t: Tensor, nbytes: int) -> Tensor:
+        block = rt.empty((t.nbytes + 16,), dtypes.uint8)
+        return Tensor(block.ptr + nbytes, t.shape, t.dtype, t.device, block)
+
+    for nbytes in (0, 8, 4):
+        ops.context_rows(rt, off(narrow, nbytes), how="heads_to_ranks", form="sbhd", size=2)
+        ops.context_sum(rt, off(wide, nbytes), narrow, out=wide)
+        ops.context_sum(rt, wide, off(narrow, nbytes), out=wide)
+    found = [constants.get("WIDTH") or constants["VEC"] for _, constants in asked]
+    assert found == [16, 8, 8, 8, 2, 4, 4, 1, 2]
+
+
+def test_many_numbers_of_calls_take_several_launches(machine: Machine) -> None:
+    """Each leaves its own behind those before."""
+    rt = machine.runtime()
+    rng = rt.tensor(np.array([1, 2], "int64"))
+    with machine.noting() as events:
+        ops.context_draws(rt, rng, range(600))
+    places = [dict(e.places) for e in events if e.kind == "launch"]
+    assert [[at.offset for at in of.values() if at is not None] for of in places] == [[0, 0], [0, 4096], [0, 8192]]

@@ -78,6 +78,8 @@ def test_odd_addresses_of_results_are_refused(fake):
     odd.ptr += 8
     with pytest.raises(ArgumentError, match="multiple of 16 bytes"):
         attention_forward(rt, q, k, v, spec=SPEC, out=odd)
+    with pytest.raises(ArgumentError, match="correct out"):  # and not cuDNN's or a layout's error
+        attention_forward(rt, q, k, v, spec=SPEC, out=tensor(rt, q.shape[:2], BF16))
     for given in ((odd, y.out), (dy, odd)):
         with pytest.raises(ArgumentError, match="multiple of 16 bytes"):
             attention_backward(rt, given[0], q, k, v, given[1], y.stats, spec=SPEC)

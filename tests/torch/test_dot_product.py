@@ -17,7 +17,7 @@ import torch
 import torch._dynamo
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling
 from te_torch.attention import DotProductAttention, choose
 from te_torch.attention import inputs as call_inputs
@@ -120,19 +120,6 @@ def test_aliases_of_masks(alias: str) -> None:
     assert make(attn_mask_type=alias).attn_mask_type == "padding_causal"
     assert same(step(make(attn_mask_type=alias), inputs(), mask), wanted)
     assert same(step(make(), inputs(), mask, attn_mask_type=alias), wanted)
-
-
-def test_context_parallelism_of_one_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
-    module = make(cp_group=1, cp_global_ranks=[0], cp_stream=None)
-    module.set_context_parallel_group(1, [0], None, "a2a")
-    assert module.cp_comm_type == "a2a"
-    module.set_context_parallel_group(None, None, None)
-    for group in (2, [1, 4]):
-        with pytest.raises(UnsupportedError, match="ranks"):
-            module.set_context_parallel_group(group, [0, 1], None)
-        with pytest.raises(UnsupportedError, match="ranks"):
-            make(cp_group=group)
 
 
 # ----------------------------------------------------------------------------------------------------- formats

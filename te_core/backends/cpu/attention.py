@@ -1,6 +1,7 @@
 """Attention in float32: scores, softmax and products a tile at a time, and back through them.
 
-Backward's D = sum_j P dP is summed from the weights themselves, not from the rounded output.
+Backward's D = sum_j P dP is summed from the weights themselves, not from the rounded output, unless these keys are a
+part of them.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def attention_backward(rt: Runtime, plan: Planned, operands: BackwardOperands) -
     for part in problem.parts():
         queries, gradient = load(ex, problem.queries(q, part)), load(ex, problem.queries(dy, part))
         keys, values = load(ex, problem.keys(k, part)), load(ex, problem.keys(v, part))
+        whole = _along(gradient, load(ex, problem.queries(out, part))) if problem.spec.partial else None
         logs, target = problem.statistics(stats, part), problem.queries(dq, part)
         key_sum, value_sum = np.zeros_like(keys), np.zeros_like(values)
         for tile in problem.tiles(part):
@@ -86,7 +88,7 @@ def attention_backward(rt: Runtime, plan: Planned, operands: BackwardOperands) -
             value_sum[:, :, cols] += folded(p if survives is None else p * survives, dy_tile, keys.shape[1])
             if survives is not None:
                 np.multiply(dp, survives, out=dp)
-            along = np.multiply(p, dp).sum(axis=3)
+            along = np.multiply(p, dp).sum(axis=3) if whole is None else whole[..., rows]
             if problem.sink is not None:
                 share = np.exp(problem.sink[part.heads, None] - logs[..., rows])
                 sink_sum[part.heads] -= (share * along).sum(axis=(0, 2), dtype=np.float64)
@@ -104,6 +106,12 @@ def attention_backward(rt: Runtime, plan: Planned, operands: BackwardOperands) -
         codec.encode(ex, bias_sum, dbias.numpy())
     if dsink is not None:
         dsink.numpy()[...] = sink_sum
+
+
+def _along(dy: F32, out: F32) -> F32:
+    """D of the whole attention, by the output's values."""
+    found: F32 = np.einsum("bhsd,bhsd->bhs", dy, out)
+    return found
 
 
 def _add_bias(problem: Problem, part: Part, tile: Tile, ds: F32, total: F32) -> None:

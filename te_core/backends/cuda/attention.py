@@ -117,8 +117,8 @@ def plan_attention_forward(rt: Runtime, asked: Asked) -> AttentionPlan:
     if empty:
         frame = replace(frame, full=not spec.padded)  # all rows are such that see nothing
     wanted = stats or spec.max_logit
-    found = layouts(frame, q, k, v, paged, wanted)
-    out = _described(q, v)
+    out = asked.out or _described(q, v)
+    found = layouts(frame, q, k, v, paged, wanted, out=out)
     near = around(rt, frame, found, (out,), spec.softmax == "off-by-one")
     logits = loader.get(rt, "attention_logits", args=_LOGITS_ARGS) if spec.max_logit else None
     if empty:
@@ -257,7 +257,7 @@ def plan_attention_backward(rt: Runtime, asked: Asked) -> AttentionPlan:
     empty = not q.size or not k.size
     if empty:
         frame = replace(frame, full=not spec.padded)
-    found = layouts(frame, q, k, v, False, True, results)
+    found = layouts(frame, q, k, v, False, True, results, asked.out)
     near = around(rt, frame, found, results, spec.softmax == "off-by-one")
     if empty:
         return AttentionPlan(spec, size, None, near)

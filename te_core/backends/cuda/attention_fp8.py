@@ -68,7 +68,7 @@ def plan_attention_fp8_backward(rt: Runtime, asked: Asked) -> Fp8Plan:
         rt, "attention_fp8_backward", spec, size, q.dtype, (q, k, v, *results), training=True, terms=terms, fp8=True
     )
     assert asked.dy is not None and asked.grad is not None
-    options = {"deterministic": spec.deterministic, "dy_dtype": asked.dy.name, "grad_dtype": asked.grad.name}
+    options = {"deterministic": spec.deterministic, "dy_dtype": asked.dy.dtype.name, "grad_dtype": asked.grad.name}
     return _plan(rt, asked, results, backward=True, **options)
 
 

@@ -121,15 +121,17 @@ def layouts(
     paged: bool,
     stats: bool,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> dict[str, Layout]:
-    """The tensors of a graph; `grads` are backward's, dense where they are q's, k's and v's shape only."""
+    """The tensors of a graph; `grads` are backward's, dense where they are q's, k's and v's shape only; `out` tells
+    how the output lies, if it is not dense."""
     spec = frame.spec
     kv_form = "bshd" if paged else spec.kv_format
     found = {
         "q": layout(q, spec.q_format, frame.batch, frame.sq),
         "k": layout(k, kv_form, frame.batch, frame.skv),
         "v": layout(v, kv_form, frame.batch, frame.skv),
-        "out": layout(_dense((*q.shape[:-1], v.shape[-1]), q), spec.q_format, frame.batch, frame.sq),
+        "out": layout(out or _dense((*q.shape[:-1], v.shape[-1]), q), spec.q_format, frame.batch, frame.sq),
     }
     if stats:
         found["stats"] = statistics(frame.size.heads, spec.q_format, frame.batch, frame.sq)

@@ -1,0 +1,1 @@
+"""Attention of sequences that lie cut over ranks. See schedule.py."""

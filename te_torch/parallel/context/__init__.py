@@ -1,0 +1,1 @@
+"""Sequences that lie cut over ranks: groups, and what becomes of data."""
