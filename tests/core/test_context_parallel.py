@@ -16,10 +16,11 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import attention
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
 from te_core.layers.communicator import InProcessRanks
-from te_core.layers.context.schedule import Context, Load, gradient_bytes, schedule
+from te_core.layers.context.schedule import Context, Load, schedule
 from te_core.ops import raw
 from te_core.tape import taped
 from te_core.tape.taped import Taped
+from tests.core.attention_cases import NUMPY
 from tests.core.context_cases import LENGTHS, RT, Batch, Case, LateCommunicator, Made, Ranks, Side, run, step
 from tests.covering import covering
 from tests.recordings import tapes
@@ -173,10 +174,10 @@ def test_random_packed_sets(number: int) -> None:
 
 def table(case: Case) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """What each rank hands over forward and backward, as the documentation has it."""
-    context, width, item = case.context, case.width, dtypes.dtype(np.dtype(np.float32)).itemsize
+    context, width, item = case.context, case.width, np.dtype(NUMPY[case.dtype]).itemsize
     tokens = [sum(2 * s.chunk for s in case.sequences(side)) for side in ("q", "kv")]
     q, kv = tokens[0] * case.heads * width * item, 2 * tokens[1] * case.groups * width * item
-    grads = kv // item * gradient_bytes(context.ring, item)
+    grads = kv if context.ring == 2 else kv // item * 4
     inside = [("all_to_all", q + kv), ("all_to_all", q)], [("all_to_all", q), ("all_to_all", q + kv)]
     forward, backward = inside if context.heads > 1 else ([], [])
     if case.mode == "all_gather":
@@ -196,11 +197,14 @@ def at_once() -> Iterator[None]:
     choice=[c for c in CHOICES if c[1] > 1],
     layout=LAYOUTS,
     options=[{}, {"max_logit": True}, {"recompute": True}, {"softmax": "learnable"}, {"packing": "qkv"}],
+    dtype=["fp32", "bf16", "fp16"],
 )
-def test_operations_and_bytes_are_those_of_the_table(choice: Any, layout: Any, options: Any, at_once: None) -> None:
+def test_operations_and_bytes_are_those_of_the_table(
+    choice: Any, layout: Any, options: Any, dtype: str, at_once: None
+) -> None:
     """Interpreted and replayed, which gives the same bits."""
     (mode, size, inner), (form, mask) = choice, layout
-    case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, lengths="odd", **options)
+    case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, lengths="odd", dtype=dtype, **options)
     batch, spec = Batch(case), case.spec(case.context)
     functions = [
         (Taped("forward", attention.forward, spec), Taped("backward", attention.backward, spec)) for _ in range(size)

@@ -347,9 +347,10 @@ class Problem:
     def spec(self, side: Sides, q: Tensor, k: Tensor, *, backward: bool = False) -> AttentionSpec:
         """What a call computes; q and k are its views."""
         core, call = self.core, side.call
-        longest = (core.max_q, core.max_kv)
-        if core.q_format == "thd":
-            longest = tuple(max(1, min(n, t.shape[0])) for n, t in zip(longest, (q, k), strict=True))  # type: ignore[assignment]
+        longest = core.max_q, core.max_kv
+        if core.q_format == "thd":  # a chunk has no more than half of a rank's tokens
+            halves = len(call.queries) == 1, side.source is not None and len(call.keys) == 1
+            longest = _bound(core.max_q, q.shape[0], halves[0]), _bound(core.max_kv, k.shape[0], halves[1])
         bounds = -1, 0 if call.mask == "causal" else -1
         if call.mask == "band":
             bounds = call.before, call.behind
@@ -384,6 +385,11 @@ def _spec(
         max_q=longest[0],
         max_kv=longest[1],
     )
+
+
+def _bound(longest: int, tokens: int, half: bool) -> int:
+    """How long the parts of packed sequences are at most. A padded one may be longer than the longest real one."""
+    return max(1, min(longest, tokens // 2 if half else tokens))
 
 
 def _band(call: Call, chunk: int, total: int) -> tuple[int, int]:
