@@ -15,6 +15,7 @@ from te_core.layers import attention, attention_fp8, grouped_linear, linear, mlp
 from te_core.layers.linear import Sink
 from te_core.ops.activation import Clamp
 from te_core.ops.attention_terms import Terms
+from te_core.ops.context import Span
 from te_core.ops.kv_cache import KVCache
 from te_core.ops.norm import Branch
 from te_core.ops.quantize import ScalingState
@@ -235,6 +236,7 @@ def _tokens(rt: Runtime) -> Calls:
             {"heads": 3, "groups": 1, "head_dims": (8, 16, 16), "interleaved_groups": True, "fmt": "thd"}
             | {"cu_seqlens": cu},
         ),
+        **_context(rt),
         "kv_append thd": ((packed, packed, cache, cu, ints(rt, 0, 6, 12)), {"form": "thd"}),
         "kv_append pages": ((heads, heads, paged, ints(rt, 0, 2, 6), ints(rt, 0, 4, 12)), {"form": "sbhd"}),
         "kv_gather odd": ((paged, ints(rt, 0, 3)), {}),
@@ -245,6 +247,42 @@ def _tokens(rt: Runtime) -> Calls:
         "permute index": ((x, slots), {"rows": 20}),
         "unpermute index": ((permuted, slots), {"tokens": 10, "weights": weights}),
         "unpermute_backward index": ((x, permuted, slots, weights), {}),
+    }
+
+
+def _context(rt: Runtime) -> Calls:
+    out, rows = tensor(rt, 8, 2, 3, 16, dtype=BF16), tensor(rt, 2, 3, 8)
+    ranks, cu = tensor(rt, 2, 6, 3, 8, dtype=BF16), ints(rt, 0, 4, 12)
+    heads, pair = tensor(rt, 5, 2, 4, 8, dtype=BF16), {"how": "heads_to_ranks", "form": "bshd", "size": 4}
+    return {
+        "attention_merge bshd": (
+            (tensor(rt, 2, 8, 3, 16), rows, tensor(rt, 2, 8, 3, 16, dtype=BF16), rows),
+            {"out": tensor(rt, 2, 8, 3, 16), "stats": rows, "form": "bshd"},
+        ),
+        "attention_merge alone": (
+            (out, rows, None, None),
+            {"out": tensor_like(rt, out), "stats": None, "form": "sbhd", "softmax": "off-by-one"},
+        ),
+        "attention_merge thd": (
+            (tensor(rt, 5, 3, 7), tensor(rt, 5, 3), tensor(rt, 5, 3, 7), tensor(rt, 5, 3)),
+            {"out": tensor(rt, 5, 3, 7, dtype=BF16), "stats": tensor(rt, 5, 3), "form": "thd"},
+        ),
+        "attention_sink_grad thd": (
+            (tensor(rt, 5, 3, 7), tensor(rt, 5, 3, 7), tensor(rt, 5, 3), tensor(rt, 3)),
+            {"form": "thd"},
+        ),
+        "context_lengths rows": ((cu,), {"size": 2, "spans": (Span(((1, 2),), 1, 1, 3),), "chunk": 2}),
+        "context_mark bf16": ((tensor(rt, 6, 3, 5, dtype=BF16), cu), {"size": 2}),
+        "context_max alone": ((tensor(rt, 3, 5),), {}),
+        "context_rows back": (
+            (ranks,),
+            {"how": "ranks_to_sequence", "form": "thd", "size": 2, "cu_seqlens_padded": cu},
+        ),
+        "context_rows dense": ((out,), {"how": "sequence_to_ranks", "form": "sbhd", "size": 2}),
+        "context_rows heads": ((heads,), {**pair, "out": tensor(rt, 4, 5, 2, 1, 8, dtype=BF16)}),
+        "context_rows to heads": ((tensor(rt, 4, 5, 2, 1, 8),), {**pair, "how": "ranks_to_heads"}),
+        "context_sum cast": ((out, None), {"out": tensor(rt, 8, 2, 3, 16)}),
+        "context_sum mixed": ((tensor(rt, 7, 5), tensor(rt, 7, 5, dtype=BF16)), {"out": tensor(rt, 7, 5)}),
     }
 
 

@@ -66,7 +66,8 @@ def context_rows(
     key = (op, how, form, size, parts, bits & 15, *_check.seen(t, cu_seqlens_padded, out))
     plan = rt.plans.get(key)
     if plan is None:
-        made = _shape(op, t, how, form, size)
+        _check_moved(op, t, how, form, size)
+        made = _shape(t, how, form, size)
         _check.require(
             out is None or (out.shape == made and out.dtype is t.dtype and _ends_dense(out)),
             op,
@@ -97,7 +98,7 @@ def context_rows(
         spec = _spec(t, out, made, how, form, size, parts, cu_seqlens_padded)
         plan = rt.plans.put(key, rt.backend.plan_context_rows(rt, spec))
     if out is None:
-        out = rt.empty(_shape(op, t, how, form, size), t.dtype)
+        out = rt.empty(_shape(t, how, form, size), t.dtype)
     _check.written(op, "out", out)
     rt.backend.context_rows(rt, plan, t, cu_seqlens_padded, out)
     return out
@@ -107,8 +108,24 @@ def _ends_dense(t: Tensor) -> bool:
     return t.shape[-1] < 2 or t.row_major_strides()[-1] == 1
 
 
-def _shape(op: str, t: Tensor, how: str, form: str, size: int) -> tuple[int, ...]:
-    """The shape of the result, of checked arguments."""
+def _shape(t: Tensor, how: str, form: str, size: int) -> tuple[int, ...]:
+    """The shape of the result."""
+    from_ranks = how.startswith("ranks")
+    _, token, head = DIMENSIONS[form]
+    shape = list(t.shape[from_ranks:])
+    if how == "ranks_to_heads":
+        shape[head] *= size
+    elif how == "ranks_to_sequence":
+        shape[token] *= size
+    elif how == "heads_to_ranks":
+        shape[head] = max(shape[head] // size, 1)
+    else:
+        shape[token] //= size
+    return tuple(shape) if from_ranks else (size, *shape)
+
+
+def _check_moved(op: str, t: Tensor, how: str, form: str, size: int) -> None:
+    """The tensor can be moved so."""
     _check.one_of(op, "how", how, MOVES)
     _check.one_of(op, "form", form, FORMATS)
     _check.require(size >= 1, op, f"size={size}", "the number of ranks", "correct size")
@@ -122,40 +139,22 @@ def _shape(op: str, t: Tensor, how: str, form: str, size: int) -> tuple[int, ...
         "correct t, form or size",
     )
     _, token, head = DIMENSIONS[form]
-    lead, shape = t.shape[:from_ranks], list(t.shape[from_ranks:])
-    if how == "ranks_to_heads":
-        shape[head] *= size
-    elif how == "ranks_to_sequence":
-        shape[token] *= size
-    elif how == "heads_to_ranks":
-        h = shape[head]
-        _check.require(
-            h > 0 and (h % size == 0 or size % h == 0),
-            op,
-            f"{h} heads for {size} ranks",
-            "heads that the ranks divide, or that divide them",
-            "choose p2p or all_gather, which split no heads",
-        )
-        shape[head] = max(h // size, 1)
-    else:
-        tokens = shape[token]
-        _check.require(
-            tokens % (size if form == "thd" else 2 * size) == 0,
-            op,
-            f"{tokens} tokens for {size} ranks",
-            "a multiple of the ranks, in dense formats of twice the ranks",
-            "pad the sequences",
-        )
-        shape[token] = tokens // size
-    if how == "ranks_to_sequence" and form != "thd":
-        _check.require(
-            t.shape[1 + token] % 2 == 0,
-            op,
-            f"{t.shape[1 + token]} tokens of a rank",
-            "two chunks of one length",
-            "pad the sequences to multiples of twice the ranks",
-        )
-    return tuple(shape) if lead else tuple([size, *shape] if how.endswith("to_ranks") else shape)
+    heads, tokens = t.shape[from_ranks + head], t.shape[from_ranks + token]
+    _check.require(
+        how != "heads_to_ranks" or (heads > 0 and (heads % size == 0 or size % heads == 0)),
+        op,
+        f"{heads} heads for {size} ranks",
+        "heads that the ranks divide, or that divide them",
+        "choose p2p or all_gather, which split no heads",
+    )
+    times = (size if how == "sequence_to_ranks" else 1) * (1 if form == "thd" else 2)
+    _check.require(
+        "sequence" not in how or tokens % times == 0,
+        op,
+        f"{tokens} tokens for {size} ranks",
+        f"a multiple of {times}: equal parts, in dense formats of two chunks each",
+        "pad the sequences",
+    )
 
 
 def _spec(
@@ -169,6 +168,8 @@ def _spec(
         ([s * item for s in x.row_major_strides()], x.shape) for x in (plain, ranked)
     )
     width = sizes[-1] * item
+    rows = t.size // max(t.shape[-1], 1)
+    _check.require(rows < 1 << 31, "context_rows", f"t = {t!r}", "fewer than 2^31 heads of tokens", "split it")
     bits = 16 | t.ptr | to.ptr | width
     for x_steps, x_sizes in ((steps, sizes), (rank_steps, rank_sizes)):
         for step, n in zip(x_steps[:-1], x_sizes[:-1], strict=True):

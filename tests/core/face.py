@@ -22,7 +22,9 @@ from te_core.layers import (
     rope,
     softmax,
 )
+from te_core.ops.attention import Attended
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
+from te_core.ops.context import Span
 from te_core.ops.kv_cache import KVCache
 from te_core.ops.norm import Branch
 from te_core.ops.quantize import ScalingState
@@ -71,6 +73,23 @@ def _cu(rt: Runtime, *ends: int) -> Tensor:
     return rt.tensor(np.array(ends, np.int32))
 
 
+def _context(rt: Runtime, heads: Tensor, done: Attended) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Of the operations between ranks of one sequence."""
+    cu, padded, sink = _cu(rt, 0, 3, 5), _cu(rt, 0, 4, 12), tensor(rt, HEADS)
+    x, order = tensor(rt, ROWS, WIDTH), {"how": "sequence_to_ranks", "form": "thd", "size": 2}
+    merge = {"out": tensor(rt, 8, 2, HEADS, D), "stats": tensor(rt, 2, HEADS, 8), "form": "sbhd"}
+    return {
+        "attention_merge": ((heads, done.stats, heads, done.stats), {**merge, "softmax": "learnable", "sink": sink}),
+        "attention_sink_grad": ((heads, done.out, done.stats, sink), {"form": "sbhd"}),
+        "context_draws": ((rt.tensor(np.array([1, 2], np.int64)), (0, 1)), {}),
+        "context_lengths": ((cu, padded), {"size": 2, "spans": (Span(((0, 1), (3, 4)), 2),)}),
+        "context_mark": ((tensor(rt, 6, HEADS, D), padded), {"size": 2}),
+        "context_max": ((tensor(rt, 3, HEADS),), {"heads": 2 * HEADS, "first": 1}),
+        "context_rows": ((tensor(rt, 12, HEADS, D),), {**order, "cu_seqlens_padded": padded}),
+        "context_sum": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
+    }
+
+
 def operations(rt: Runtime) -> dict[str, Right]:
     """Of every operation, with as many of its optional tensors as go together."""
     x, w, vector = tensor(rt, ROWS, WIDTH), tensor(rt, OUT, WIDTH), tensor(rt, WIDTH)
@@ -92,11 +111,11 @@ def operations(rt: Runtime) -> dict[str, Right]:
     backward = BackwardScales(one, one, one, one, one, s, s, s, s, s)
     dy8 = tensor(rt, 8, 2, HEADS, D, dtype=E5M2, value=1.0)
     split = {"heads": HEADS, "groups": HEADS, "head_dims": (D, D, D), "interleaved_groups": False}
-    wide = rt.tensor(np.ones((128, 4), np.uint8))
     routing, experts = rt.tensor(np.eye(ROWS, 4, dtype=np.int32)), rt.tensor(np.zeros((ROWS, 2), np.int32))
     row_map, pads, probs = ops.mask_row_map(rt, routing), rt.tensor(np.zeros(4, np.int64)), tensor(rt, ROWS, 4)
     chunks = rt.tensor(np.array([3, 5], np.int32)), rt.tensor(np.array([1, 0], np.int32))
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        **_context(rt, heads, done),
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
@@ -143,7 +162,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "softmax_forward": ((scores,), {"mask": rt.tensor(np.zeros((1, 1, 8, 8), bool)), "sink": tensor(rt, HEADS)}),
         "softmax_backward": ((scores, scores, tensor(rt, 2, 8, HEADS)), {}),
         "statistics": ((x, rt.tensor(empty()), q8), {}),
-        "swizzle_scales": ((wide,), {}),
+        "swizzle_scales": ((rt.tensor(np.ones((128, 4), np.uint8)),), {}),
         "transpose": ((x,), {}),
         "unpermute": ((x, row_map), {"tokens": ROWS, "gates": probs, "row_probs": rows, "pad_offsets": pads}),
         "unpermute_backward": ((x, x, row_map, probs), {"pad_offsets": pads}),

@@ -21,7 +21,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from te_core import device, dtypes, libraries
-from te_core.backends.cuda import attention, gemm_tune, quantize_grouped
+from te_core.backends.cuda import attention, context, gemm_tune, quantize_grouped
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.device import DeviceInfo
 from te_core.driver import _SIGNATURES, Driver
@@ -341,17 +341,23 @@ class Binding:
         self.machine.note("launch", (entry, text, tuple(sizes), shared, *values), addresses, stream)
 
 
-#: Of kernels that take a table by value: an entry, its addresses, what follows all entries, the number of which counts
-#: them, and how many entries there are room for.
+#: Of kernels that take a table by value: an entry, its addresses, the tail, its number that counts entries, their room.
 _TABLES = {
     "quantize_grouped": (quantize_grouped._MATRIX, 7, quantize_grouped._TAIL, 3, None),
     "quantize_block_grouped": (quantize_grouped._TILES, 6, quantize_grouped._TAIL, 3, None),
     "column_sum_grouped": (quantize_grouped._PART, 2, quantize_grouped._PARTS_TAIL, 1, 128),
 }
 
+#: Of those whose table begins with its addresses: all of it, and how many these are.
+_HEADED = {"context_lengths": (context._TABLE, 3), "context_draws": (context._DRAWS, 2)}
+
 
 def table(text: str, entry: str, at: int) -> tuple[dict[str, int], list[Any]]:
     """(the addresses in a table at this host address, all else in it)."""
+    if entry in _HEADED:
+        whole, pointers = _HEADED[entry]
+        values = whole.unpack(ctypes.string_at(at, whole.size))
+        return {f"{i}": values[i] for i in range(pointers)}, list(values[pointers:])
     form, pointers, behind, counts, room = _TABLES[entry]
     size = dict(ast.literal_eval(text)[1]).get("CAPACITY") if room is None else room
     tail = behind.unpack(ctypes.string_at(at + size * form.size, behind.size))

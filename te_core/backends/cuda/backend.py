@@ -23,7 +23,26 @@ from te_core.backends.cuda.attention_fp8 import (
     plan_attention_fp8_backward,
     plan_attention_fp8_forward,
 )
+from te_core.backends.cuda.attention_merge import (
+    attention_merge,
+    attention_sink_grad,
+    context_sum,
+    plan_attention_merge,
+    plan_attention_sink_grad,
+    plan_context_sum,
+)
 from te_core.backends.cuda.attention_scored import attention_scored, plan_attention_scored
+from te_core.backends.cuda.context import (
+    context_draws,
+    context_lengths,
+    context_mark,
+    context_max,
+    plan_context_draws,
+    plan_context_lengths,
+    plan_context_mark,
+    plan_context_max,
+)
+from te_core.backends.cuda.context_rows import context_rows, plan_context_rows
 from te_core.backends.cuda.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.backends.cuda.executor import executor, executors
 from te_core.backends.cuda.gemm import plan_gemm
