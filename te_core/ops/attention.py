@@ -111,7 +111,7 @@ def attention_forward(
     if plan is None:
         check("attention_forward", rt, q, k, v, spec, terms)
         if out is not None:
-            check_rows("attention_forward", q, v, out=out)
+            check_rows("attention_forward", q, v, q.dtype, out=out)
         asked = Asked(spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, stats, out=out)
         plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, asked))
     if out is None:
@@ -148,7 +148,7 @@ def attention_backward(
     if plan is None:
         op = "attention_backward"
         check(op, rt, q, k, v, spec, terms)
-        check_rows(op, q, v, dy=dy, out=out)
+        check_rows(op, q, v, q.dtype, dy=dy, out=out)
         check_stats(op, stats, q, spec)
         _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
         for name, t, like in zip(("dq", "dk", "dv"), grads or (q, k, v), (q, k, v), strict=True):

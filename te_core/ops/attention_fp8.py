@@ -19,7 +19,7 @@ from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
 from te_core.ops.attention import Asked, Attended, backward_key, plan_key
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_stats, is_dense, sizes_of, stats_shape
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_rows, check_stats, sizes_of, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
@@ -122,7 +122,7 @@ def attention_fp8_forward(
     stats: bool = True,
     out: Tensor | None = None,
 ) -> Attended:
-    """The output in q's type under `scales.out`, fresh or into `out` (dense), and the statistics for backward."""
+    """The output in q's type under `scales.out`, fresh or into `out`, and the statistics for backward."""
     shape = (*q.shape[:-1], v.shape[-1])
     if out is None:
         out = rt.empty(shape, q.dtype)
@@ -140,9 +140,9 @@ def attention_fp8_forward(
         op = "attention_fp8_forward"
         check(op, rt, q, k, v, spec, terms, FP8)
         _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
-        _check_dense(op, "out", out, shape, out.dtype, q)
-        size = sizes_of(q, k, v, spec, terms)
-        plan = rt.plans.put(key, rt.backend.plan_attention_fp8_forward(rt, Asked(spec, size, q, k, v, terms, stats)))
+        check_rows(op, q, v, None, out=out)
+        asked = Asked(spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, stats, out=out)
+        plan = rt.plans.put(key, rt.backend.plan_attention_fp8_forward(rt, asked))
     _check_scales("attention_fp8_forward", rt.device, scales)
     _check.written("attention_fp8_forward", "out", out)
     statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
@@ -186,11 +186,10 @@ def attention_fp8_backward(
         _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
         _check_results(op, rt, grads, (q.shape, k.shape, v.shape), grad_dtype, scales.dq is None)
         _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
-        _check_dense(op, "dy", dy, shape, dy.dtype, q)
-        _check_dense(op, "out", out, shape, out.dtype, q)
+        check_rows(op, q, v, None, dy=dy, out=out)
         check_stats(op, stats, q, spec)
         size = sizes_of(q, k, v, spec, terms)
-        asked = Asked(spec, size, q, k, v, terms, grads=grads, dy=dy.dtype, grad=grad_dtype)
+        asked = Asked(spec, size, q, k, v, terms, grads=grads, dy=dy.dtype, grad=grad_dtype, out=out)
         plan = rt.plans.put(key, rt.backend.plan_attention_fp8_backward(rt, asked))
     _check_scales("attention_fp8_backward", rt.device, scales)
     for t in grads:
@@ -198,16 +197,6 @@ def attention_fp8_backward(
     operands = Fp8BackwardOperands(dy, q, k, v, out, stats, terms, scales, *grads)
     rt.backend.attention_fp8_backward(rt, plan, operands)
     return grads
-
-
-def _check_dense(op: str, name: str, t: Tensor, shape: tuple[int, ...], dtype: DType, q: Tensor) -> None:
-    _check.require(
-        is_dense(t, shape, dtype, q.device),
-        op,
-        f"{name} = {t!r} at {t.ptr:#x}",
-        f"dense, {shape}, beside q, on CUDA at a multiple of 16 bytes",
-        f"correct {name}",
-    )
 
 
 def _check_scales(op: str, device: Device, scales: ForwardScales | BackwardScales) -> None:

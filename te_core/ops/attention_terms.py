@@ -63,24 +63,24 @@ def is_dense(t: Tensor, shape: tuple[int, ...], dtype: DType, device: Device) ->
     )
 
 
-def check_rows(op: str, q: Tensor, v: Tensor, **results: Tensor) -> None:
+def check_rows(op: str, q: Tensor, v: Tensor, dtype: DType | None, **results: Tensor) -> None:
     """A result, or what is read as one, lies as backends take it: the heads of a token side by side, rows anywhere
-    (packed ones: one behind the other); several alike."""
+    (packed ones: one behind the other); several alike. All have the `dtype`, if one is given."""
     shape = (*q.shape[:-1], v.shape[-1])
     dense = all(t.is_contiguous for t in results.values())
     strides = () if dense else next(iter(results.values())).row_major_strides()
     for name, t in results.items():
         _check.require(
             t.shape == shape
-            and t.dtype is q.dtype
+            and (dtype is None or t.dtype is dtype)
             and t.device is q.device
             and (dense or t.row_major_strides() == strides)
             and (dense or (t.ndim > 3 and strides[-2:] == dense_strides(shape)[-2:]))
             and not (t.ptr & 15 and t.device.kind == "cuda"),
             op,
             ", ".join(f"{n} = {other!r} at {other.ptr:#x}" for n, other in results.items()),
-            f"{shape} of {q.dtype} beside q, the heads of a token in a row, all of the same strides, on CUDA at a "
-            "multiple of 16 bytes",
+            f"{shape}{'' if dtype is None else f' of {dtype}'} beside q, the heads of a token in a row, all of one "
+            "stride, on CUDA at a multiple of 16 bytes",
             f"correct {name}",
         )
 

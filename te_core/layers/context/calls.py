@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from te_core import dtypes
 from te_core.attention import DIMENSIONS, AttentionSpec, Lengths
+from te_core.dtypes import DType
+from te_core.layers.context.products import Products
 from te_core.layers.context.schedule import Call, Schedule, Step, chunks_of
 from te_core.ops import raw as ops
 from te_core.ops.attention_terms import Terms
@@ -125,13 +127,13 @@ def half_of(t: Tensor, form: str, half: int | None, *, stats: bool = False) -> T
     return slab(t, axis, half * count, (half + 1) * count)
 
 
-def like(rt: Runtime, t: Tensor, form: str) -> Tensor:
+def like(rt: Runtime, t: Tensor, form: str, dtype: DType) -> Tensor:
     """Memory for a gradient: dense; of a packed tensor with that one's strides, as cuDNN has to find it."""
     if form != "thd" or t.is_contiguous:
-        return rt.empty(t.shape, t.dtype)
+        return rt.empty(t.shape, dtype)
     steps = t.row_major_strides()
-    block = rt.empty((t.shape[0], steps[0]), t.dtype)
-    return Tensor(block.ptr, t.shape, t.dtype, t.device, block, steps)
+    block = rt.empty((t.shape[0], steps[0]), dtype)
+    return Tensor(block.ptr, t.shape, dtype, t.device, block, steps)
 
 
 # ---------------------------------------------------------------------------------------------- sums
@@ -241,17 +243,25 @@ class Logits:
 class Problem:
     """An attention of this rank's queries, as the calls of its schedule."""
 
-    __slots__ = ("_stats", "core", "kv_lengths", "pairs", "q_lengths", "rt", "schedule", "sides", "terms")
+    __slots__ = ("_stats", "core", "kv_lengths", "pairs", "products", "q_lengths", "rt", "schedule", "sides", "terms")
 
     def __init__(
-        self, rt: Runtime, core: AttentionSpec, schedule: Schedule, terms: Terms, q: Tensor, k: Tensor
+        self,
+        rt: Runtime,
+        core: AttentionSpec,
+        schedule: Schedule,
+        terms: Terms,
+        tokens: tuple[Tensor, Tensor],
+        products: Products,
     ) -> None:
-        self.rt, self.core, self.schedule, self.terms = rt, core, schedule, terms
+        """`tokens`: q and k of this rank."""
+        self.rt, self.core, self.schedule, self.terms, self.products = rt, core, schedule, terms, products
         self.sides = sides(schedule, core.q_format == "thd")
         size, lengths = schedule.context.ring, terms.lengths
         self.q_lengths = self.kv_lengths = None
         if lengths is not None:
-            sizes = [_chunk(t, form, size) for t, form in ((q, core.q_format), (k, core.kv_format))]
+            forms = core.q_format, core.kv_format
+            sizes = [_chunk(t, form) for t, form in zip(tokens, forms, strict=True)]
             given = (lengths.cu_q, lengths.cu_q_padded), (lengths.cu_kv, lengths.cu_kv_padded)
             spans = [tuple(dict.fromkeys(s)) for s in zip(*((s.queries, s.keys) for s in self.sides), strict=True)]
             self.q_lengths, self.kv_lengths = (
@@ -273,9 +283,8 @@ class Problem:
     ) -> None:
         """Carry out a call: its output joins the others."""
         q, k, v = self.queries(q, side), self.keys(k, side), self.keys(v, side)
-        done = ops.attention_forward(
-            self.rt, q, k, v, spec=self.spec(side, q, k), terms=self.of_call(side), out=outputs.place(side)
-        )
+        spec, terms = self.spec(side, q, k), self.of_call(side)
+        done = self.products.forward(q, k, v, spec=spec, terms=terms, out=outputs.place(side))
         assert done.stats is not None
         outputs.join(side, done.out, done.stats)
         if logits is not None and done.max_logit is not None:
@@ -294,11 +303,9 @@ class Problem:
         k, v, dk, dv = (self.keys(t, side) for t in (*keys, *grads))
         dy, q, out = (self.queries(t, side) for t in (dy, q, out))
         place = queries.place(side)
-        dq = like(self.rt, q, self.core.q_format) if place is None else place
-        spec, terms = self.spec(side, q, k, backward=True), self.of_call(side)
-        ops.attention_backward(
-            self.rt, dy, q, k, v, out, self.stats(stats, side), spec=spec, terms=terms, grads=(dq, dk, dv)
-        )
+        dq = like(self.rt, q, self.core.q_format, self.products.dtype) if place is None else place
+        spec, terms, own = self.spec(side, q, k, backward=True), self.of_call(side), self.stats(stats, side)
+        self.products.backward((q, k, v), (dy, out), own, spec=spec, terms=terms, grads=(dq, dk, dv))
         if place is None:
             queries.add(side, dq)
 
@@ -401,7 +408,7 @@ def _band(call: Call, chunk: int, total: int) -> tuple[int, int]:
     return start, stop
 
 
-def _chunk(t: Tensor, form: str, size: int) -> int:
+def _chunk(t: Tensor, form: str) -> int:
     """The tokens of a chunk in dense formats; in packed ones each sequence has its own, which 0 stands for."""
     return 0 if form == "thd" else t.shape[DIMENSIONS[form][1]] // 2
 

@@ -34,16 +34,21 @@ class Exchange:
             q, kv = lengths.cu_q_padded or lengths.cu_q, lengths.cu_kv_padded or lengths.cu_kv
             self.begins = (q if forms[0] == "thd" else None), (kv if forms[1] == "thd" else None)
 
-    def to_heads(self, tensors: Sequence[Tensor], sides: Sequence[int]) -> list[Tensor]:
-        """This rank's heads of whole tensors, in sequence order, of all ranks' tokens. `sides`: 0 as q lies, 1 as k."""
+    def to_heads(
+        self, tensors: Sequence[Tensor], sides: Sequence[int], outs: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """This rank's heads of all ranks' tokens, in sequence order, in `outs` if they are given. `sides`: 0 as q
+        lies, 1 as k."""
         size = self.comm.size
         shapes = [self._shape(t, side) for t, side in zip(tensors, sides, strict=True)]
         sent = self._block(shapes, tensors[0])
         for t, side, place in zip(tensors, sides, ranked(sent, size, shapes), strict=True):
             ops.context_rows(self.rt, t, how="heads_to_ranks", form=self.forms[side], size=size, out=place)
+        arrived = ranked(self._exchanged(sent), size, shapes)
+        into: Sequence[Tensor | None] = outs or [None] * len(shapes)
         return [
-            ops.context_rows(self.rt, t, how="ranks_to_sequence", **self._order(side))
-            for t, side in zip(ranked(self._exchanged(sent), size, shapes), sides, strict=True)
+            ops.context_rows(self.rt, t, how="ranks_to_sequence", out=out, **self._order(side))
+            for t, side, out in zip(arrived, sides, into, strict=True)
         ]
 
     def to_tokens(self, tensors: Sequence[Tensor], sides: Sequence[int], targets: Sequence[Tensor]) -> None:
