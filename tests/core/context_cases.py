@@ -289,7 +289,10 @@ class Batch:
 
     def alone(self) -> Made:
         """The layer without ranks."""
-        results = step(self.case, self, None, None)
+        return self.whole_results(step(self.case, self, None, None))
+
+    def whole_results(self, results: dict[str, Any]) -> Made:
+        """Those of whole sequences."""
         return self._made([results], lambda side, parts: side.apart(parts[0]))
 
     def together(self, results: Sequence[dict[str, Any]]) -> Made:

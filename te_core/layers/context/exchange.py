@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from te_core.attention import Lengths
+from te_core.attention import DIMENSIONS, Lengths
 from te_core.layers.communicator import Communicator
 from te_core.layers.context.traffic import ranked
 from te_core.ops import raw as ops
@@ -92,6 +92,11 @@ class Exchange:
         place = Tensor(made.ptr + made.dtype.nbytes(first), t.shape, t.dtype, t.device, made)
         ops.context_sum(self.rt, t, None, out=place)
         return made
+
+    def whole_shape(self, t: Tensor, side: int) -> tuple[int, ...]:
+        """Of a rank's tensor with all heads, the shape of what it attends with."""
+        token, shape = DIMENSIONS[self.forms[side]][1], self._shape(t, side)
+        return tuple([n * self.comm.size if i == token else n for i, n in enumerate(shape)])
 
     def _shape(self, t: Tensor, side: int) -> tuple[int, ...]:
         """Of a tensor with all heads, the shape of what each rank gets."""

@@ -89,7 +89,7 @@ class Fp8:
         rt: Runtime,
         dtype: DType,
         form: Format,
-        scales: ForwardScales,
+        scales: ForwardScales | None,
         back: BackwardScales | None = None,
         grad: Format | None = None,
     ) -> None:
@@ -101,6 +101,7 @@ class Fp8:
     ) -> Attended:
         """See `Products`."""
         rt, shape, scales = self.rt, (*q.shape[:-1], v.shape[-1]), self.scales
+        assert scales is not None
         if scales.out is None:
             out = out or rt.empty(shape, self.dtype)
             return ops.attention_fp8_forward(rt, q, k, v, spec=spec, terms=terms, scales=scales, out=out)
