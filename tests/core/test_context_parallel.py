@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from te_core import dtypes
-from te_core.attention import AttentionSpec
+from te_core.attention import AttentionSpec, Sizes
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import attention
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
 from te_core.layers.communicator import InProcessRanks
+from te_core.layers.context.calls import attentions
 from te_core.layers.context.schedule import Context, Load, schedule
 from te_core.ops import raw
+from te_core.ops.attention_terms import NOTHING, sizes_of
 from te_core.tape import taped
 from te_core.tape.taped import Taped
 from tests.core.attention_cases import NUMPY
@@ -288,6 +290,28 @@ def test_a_transfer_begins_before_the_attention_beside_it(mode: str, monkeypatch
             first, *others = " ".join(events[rank]).split(" ".join(gathered))
             assert first == "" and len(others) == 2
             assert others[1].endswith("attend begin reduce_scatter wait reduce_scatter")
+
+
+@covering(choice=CHOICES, layout=LAYOUTS, window=[None, (4, 0), (100, 0)])
+def test_a_backend_is_asked_for_all_that_runs(
+    choice: Any, layout: Any, window: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of attentions by which a backend is chosen is what the ranks compute."""
+    (mode, size, inner), (form, mask) = choice, layout
+    if window is not None and (mode not in ("a2a", "all_gather") or "causal" not in mask):
+        window = None
+    case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, window=window, lengths="odd")
+    seen, plain = {}, raw.attention_forward
+
+    def note(rt: Any, q: Any, k: Any, v: Any, *, spec: Any, terms: Any = NOTHING, **options: Any) -> Any:
+        seen[spec, sizes_of(q, k, v, spec, terms)] = None
+        return plain(rt, q, k, v, spec=spec, terms=terms, **options)
+
+    monkeypatch.setattr(raw, "attention_forward", note)
+    run(case)
+    tokens = [sum(2 * s.chunk for s in case.sequences(side)) // (1 if form == "thd" else 3) for side in ("q", "kv")]
+    local = Sizes(3, tokens[0], tokens[1], case.heads, case.groups, case.width, case.width)
+    assert {*attentions(case.core, case.context, local)} == {*seen}
 
 
 # ---------------------------------------------------------------------------------------------- dropout

@@ -15,10 +15,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from te_core import dtypes
-from te_core.attention import DIMENSIONS, AttentionSpec, Lengths
+from te_core.attention import DIMENSIONS, AttentionSpec, Lengths, Sizes
 from te_core.dtypes import DType
 from te_core.layers.context.products import Products
-from te_core.layers.context.schedule import Call, Schedule, Step, chunks_of
+from te_core.layers.context.schedule import Call, Context, Schedule, Step, chunks_of, schedule
 from te_core.ops import raw as ops
 from te_core.ops.attention_terms import Terms
 from te_core.ops.context import Span
@@ -49,11 +49,11 @@ class Sides(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def sides(schedule: Schedule, packed: bool) -> tuple[Sides, ...]:
+def sides(made: Schedule, packed: bool) -> tuple[Sides, ...]:
     """All calls of a schedule, in order."""
-    size, rank = schedule.context.ring, schedule.rank // schedule.context.heads
+    size, rank = made.context.ring, made.rank // made.context.heads
     own = chunks_of(size, rank)
-    listed = [(step, call) for step in schedule.steps for call in step.calls]
+    listed = [(step, call) for step in made.steps for call in step.calls]
     pieces = _pieces([call for _, call in listed], own, packed)
     return tuple(
         Sides(
@@ -249,15 +249,15 @@ class Problem:
         self,
         rt: Runtime,
         core: AttentionSpec,
-        schedule: Schedule,
+        made: Schedule,
         terms: Terms,
         tokens: tuple[Tensor, Tensor],
         products: Products,
     ) -> None:
         """`tokens`: q and k of this rank."""
-        self.rt, self.core, self.schedule, self.terms, self.products = rt, core, schedule, terms, products
-        self.sides = sides(schedule, core.q_format == "thd")
-        size, lengths = schedule.context.ring, terms.lengths
+        self.rt, self.core, self.schedule, self.terms, self.products = rt, core, made, terms, products
+        self.sides = sides(made, core.q_format == "thd")
+        size, lengths = made.context.ring, terms.lengths
         self.q_lengths = self.kv_lengths = None
         if lengths is not None:
             forms = core.q_format, core.kv_format
@@ -270,7 +270,7 @@ class Problem:
         self._stats: dict[int | None, Tensor] = {}
         self.pairs = None
         if terms.rng is not None:  # of the whole batch one pair; each call of each rank draws by one of its own
-            first = schedule.rank * (schedule.context.size + _MOST)
+            first = made.rank * (made.context.size + _MOST)
             numbers = tuple(first + i for i in range(len(self.sides)))
             self.pairs = ops.context_draws(rt, terms.rng, numbers)
 
@@ -283,7 +283,7 @@ class Problem:
     ) -> None:
         """Carry out a call: its output joins the others."""
         q, k, v = self.queries(q, side), self.keys(k, side), self.keys(v, side)
-        spec, terms = self.spec(side, q, k), self.of_call(side)
+        spec, terms = call_spec(self.core, side, *self._tokens(q, k)), self.of_call(side)
         done = self.products.forward(q, k, v, spec=spec, terms=terms, out=outputs.place(side))
         assert done.stats is not None
         outputs.join(side, done.out, done.stats)
@@ -304,7 +304,8 @@ class Problem:
         dy, q, out = (self.queries(t, side) for t in (dy, q, out))
         place = queries.place(side)
         dq = like(self.rt, q, self.core.q_format, self.products.dtype) if place is None else place
-        spec, terms, own = self.spec(side, q, k, backward=True), self.of_call(side), self.stats(stats, side)
+        spec = call_spec(self.core, side, *self._tokens(q, k), backward=True)
+        terms, own = self.of_call(side), self.stats(stats, side)
         self.products.backward((q, k, v), (dy, out), own, spec=spec, terms=terms, grads=(dq, dk, dv))
         if place is None:
             queries.add(side, dq)
@@ -351,21 +352,9 @@ class Problem:
         start, stop = _band(call, chunk, t.shape[axis])
         return slab(t, axis, start, stop)
 
-    def spec(self, side: Sides, q: Tensor, k: Tensor, *, backward: bool = False) -> AttentionSpec:
-        """What a call computes; q and k are its views."""
-        core, call = self.core, side.call
-        longest = core.max_q, core.max_kv
-        if core.q_format == "thd":  # a chunk has no more than half of a rank's tokens
-            halves = len(call.queries) == 1, side.source is not None and len(call.keys) == 1
-            longest = _bound(core.max_q, q.shape[0], halves[0]), _bound(core.max_kv, k.shape[0], halves[1])
-        bounds = -1, 0 if call.mask == "causal" else -1
-        if call.mask == "band":
-            bounds = call.before, call.behind
-            if core.q_format != "thd":  # by a band that begins top-left, which cuDNN has with all else
-                chunk = q.shape[DIMENSIONS[core.q_format][1]]
-                shift = call.keys[0] * chunk - _band(call, chunk, 0)[0]
-                bounds = (bounds[0] - shift if bounds[0] >= 0 else -1), (bounds[1] + shift if bounds[1] >= 0 else -1)
-        return _spec(core, bounds, call.mask == "band" and core.q_format == "thd", longest, backward)
+    def _tokens(self, q: Tensor, k: Tensor) -> tuple[int, int]:
+        """Of a call's queries and keys, in a row."""
+        return q.shape[DIMENSIONS[self.core.q_format][1]], k.shape[DIMENSIONS[self.core.kv_format][1]]
 
     def of_call(self, side: Sides) -> Terms:
         """The terms of a call."""
@@ -375,6 +364,56 @@ class Problem:
             lengths = Lengths(cu_q, cu_kv, at_q, at_kv) if self.core.q_format == "thd" else Lengths(cu_q, cu_kv)
         rng = None if self.pairs is None else self.pairs.rows(side.number, side.number + 1).reshape(2)
         return Terms(lengths, rng=rng)
+
+
+def call_spec(core: AttentionSpec, side: Sides, queries: int, keys: int, *, backward: bool = False) -> AttentionSpec:
+    """What a call computes, of tensors with so many tokens in a row (thd: in all)."""
+    call, packed = side.call, core.q_format == "thd"
+    longest = core.max_q, core.max_kv
+    if packed:  # a chunk has no more than half of a rank's tokens
+        halves = len(call.queries) == 1, side.source is not None and len(call.keys) == 1
+        longest = _bound(core.max_q, queries, halves[0]), _bound(core.max_kv, keys, halves[1])
+    bounds = -1, 0 if call.mask == "causal" else -1
+    if call.mask == "band":
+        bounds = call.before, call.behind
+        if not packed:  # by a band that begins top-left, which cuDNN has with all else
+            shift = call.keys[0] * queries - _band(call, queries, 0)[0]
+            bounds = (bounds[0] - shift if bounds[0] >= 0 else -1), (bounds[1] + shift if bounds[1] >= 0 else -1)
+    return _spec(core, bounds, call.mask == "band" and packed, longest, backward)
+
+
+def attentions(core: AttentionSpec, context: Context, size: Sizes) -> list[tuple[AttentionSpec, Sizes]]:
+    """All that the ranks compute forward, each kind once: what a backend has to be able to do.
+
+    `size`: of a rank's tensors; in thd their tokens stand for its queries and keys.
+    """
+    parts, packed = context.heads, core.q_format == "thd"
+    size = size._replace(
+        sq=size.sq * parts, skv=size.skv * parts, heads=size.heads // parts, groups=size.groups // parts
+    )
+    if parts > 1:
+        core = replace(core, default_slopes=False)
+    if context.ring == 1:
+        return [(core, size._replace(sq=core.max_q, skv=core.max_kv) if packed else size)]
+    found: dict[tuple[AttentionSpec, Sizes], None] = {}
+    for rank in range(0, context.size, parts):
+        plain = AttentionSpec(1.0, left=core.left, right=core.right)
+        for side in sides(schedule(context, rank, plain), packed):
+            queries, keys = _call_tokens(side, context, size, packed)
+            spec = call_spec(core, side, queries, keys)
+            found[spec, size._replace(sq=spec.max_q or queries, skv=spec.max_kv or keys)] = None
+    return [*found]
+
+
+def _call_tokens(side: Sides, context: Context, size: Sizes, packed: bool) -> tuple[int, int]:
+    """The tokens of a call's queries and keys in a row, of a rank with so many."""
+    call, gathered = side.call, side.source is None
+    if packed:
+        return size.sq, size.skv * (context.ring if gathered else 1)
+    if gathered:
+        start, stop = _band(call, size.skv // 2, size.skv * context.ring)
+        return size.sq // 2 * len(call.queries), stop - start
+    return size.sq // 2 * len(call.queries), size.skv // 2 * len(call.keys)
 
 
 @lru_cache(maxsize=4096)
