@@ -18,6 +18,7 @@ from te_core.attention import AttentionSpec, Lengths
 from te_core.errors import ArgumentError
 from te_core.layers.context import layer as over_ranks
 from te_core.layers.context.layer import Communicators, Place, communicators
+from te_core.layers.context.products import Plain
 from te_core.layers.context.rules import check_context
 from te_core.layers.context.schedule import Context
 from te_core.layers.meeting import meet
@@ -239,7 +240,7 @@ def _over_ranks(
     q, k, v = parts
     context, exchanged = spec.context, spec.context is not None and spec.context.heads > 1
     assert context is not None
-    check_context(spec.core, context, *parts)
+    check_context(spec.core, context, *parts, inputs.bias)
     for one in communicators(context, comm):
         meet(rt, one, "DotProductAttention", spec, q=q, k=k, v=v)
     rows = Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner)
@@ -278,8 +279,9 @@ def _backward_over_ranks(
     parts = views(spec, *given)  # type: ignore[arg-type]
     rows = on_boundary(rt, dy).reshape(*parts[0].shape[:-1], spec.d_v)
     out = out.reshape(*q.shape[:-1], spec.d_v)
-    dsink = over_ranks.backward((q, k, v), (rows, out, stats), parts, place)
-    return _delivered(rt, given, parts, None, dsink, spec)  # type: ignore[arg-type]
+    products = Plain(rt, q.dtype, spec.needs.bias)
+    found = over_ranks.backward((q, k, v), (rows, out, stats), parts, place, products)
+    return _delivered(rt, given, parts, found.bias, found.sink, spec)  # type: ignore[arg-type]
 
 
 def _shapes(

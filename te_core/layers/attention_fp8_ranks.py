@@ -223,7 +223,7 @@ def inside(layer: AttentionLayerSpec) -> AttentionLayerSpec:
     if parts == 1:
         return layer
     return replace(
-        layer, heads=layer.heads // parts, groups=layer.groups // parts, packing="separate", interleaved=False
+        layer, heads=layer.heads // parts, groups=max(1, layer.groups // parts), packing="separate", interleaved=False
     )
 
 

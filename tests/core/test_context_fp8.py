@@ -139,6 +139,13 @@ def test_ranks_give_what_one_gives(choice: Any, layout: Any, recipe: str, packin
     check(case, recipe, made, batch)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_more_ranks_than_groups(recipe: str) -> None:
+    case = case_of(("a2a", 4, 1), ("bshd", "causal"), few_groups=2, shared=1, tokens=48)
+    batch = Batch(case)
+    check(case, recipe, run(case, recipe, batch)[0], batch)
+
+
 @covering(choice=CHOICES, recipe=["delayed", "current"], mask=["causal", "no_mask"], backward=[True, False])
 def test_the_error_is_that_of_one_device(choice: Any, recipe: str, mask: str, backward: bool) -> None:
     """And what is computed again gives the same bits."""

@@ -55,7 +55,7 @@ def check(made: Made, wanted: Made, batch: Batch) -> None:
         for t, s in zip(found, side.sequences, strict=True):
             assert not t[s.length :].astype(bool).any(), f"{name} of padding"
         assert snr_db(flat(found), flat(right)) > bound, name
-    for name in ("dsink", "max_logit"):
+    for name in ("dsink", "max_logit", "dbias"):
         found, right = getattr(made, name), getattr(wanted, name)
         if found is not None:
             assert snr_db(found, right) > bound, name
@@ -117,6 +117,36 @@ def test_two_sided_windows(choice: Any, window: tuple[int, int], form: str) -> N
 def test_keys_of_other_lengths(choice: Any, layout: Any, lengths: str) -> None:
     (mode, size, inner), (form, mask) = choice, layout
     judge(Case(mode=mode, size=size, inner=inner, form=form, mask=mask, cross=True, lengths=lengths))
+
+
+@covering(
+    choice=[("a2a", 2, 1), ("a2a", 4, 1), ("a2a", 8, 1), ("a2a+p2p", 8, 4), ("a2a+p2p", 6, 3)],
+    groups=[1, 2],
+    layout=LAYOUTS,
+    packing=["separate", "kv", "qkv"],
+    dtype=["fp32", "bf16"],
+)
+def test_more_ranks_than_groups(choice: Any, groups: int, layout: Any, packing: str, dtype: str) -> None:
+    """A group goes to several ranks, and the gradients of its keys and values are the sum of theirs."""
+    (mode, size, inner), (form, mask) = choice, layout
+    if (inner if mode == "a2a+p2p" else size) % groups:
+        groups = 1
+    case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, few_groups=groups, packing=packing)
+    judge(replace(case, shared=1, lengths="odd", dtype=dtype))
+
+
+@covering(
+    size=[2, 3, 4, 8],
+    layout=[layout for layout in LAYOUTS if "padding" not in layout[1]],
+    bias=[(1, 1), (2, 1), (1, 4), (2, 4)],
+    options=[{}, {"recompute": True}, {"cross": True}, {"softmax": "learnable"}],
+)
+def test_a_bias_goes_round_the_ring(size: int, layout: Any, bias: Any, options: Any) -> None:
+    """Of a rank's queries and all keys; its gradient, too, is zero where nothing is seen."""
+    form, mask = layout
+    options = {} if "cross" in options and mask == "causal" else options
+    case = Case(size=size, form=form, mask=mask, bias="post_scale_bias", bias_shape=bias, **options)
+    judge(case)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -313,6 +343,30 @@ def test_a_backend_is_asked_for_all_that_runs(
     assert {*attentions(case.core, case.context, local)} == {*seen}
 
 
+@pytest.mark.parametrize("layout", [("sbhd", "causal"), ("bshd", "no_mask"), ("thd", "padding_causal")])
+def test_memory_does_not_grow_with_the_ranks(layout: Any, at_once: None) -> None:
+    """In a ring two foreign K|V, two dK|dV, a partial result and its sum, however many ranks there are."""
+    form, mask = layout
+    peaks: dict[int, list[int]] = {}
+    for size in (4, 8):
+        case = Case(size=size, form=form, mask=mask, dtype="bf16", width=64, packed=((64, 2 * size * 64),) * 2)
+        batch, spec = Batch(case), case.spec(case.context)
+        functions = Taped("forward", attention.forward, spec), Taped("backward", attention.backward, spec)
+        ranks = Ranks(case)
+        taped.forget()
+        for _ in range(2):
+            ranks.run(lambda rank, comm: step(case, batch, rank, comm, functions))  # noqa: B023
+        for what in ("forward", "backward"):
+            peaks.setdefault(size, []).append(max(tape.peak for tape in taped.tapes() if tape.what == what))
+    n = 2 * 128 * 64  # elements of a head's part of a rank's tokens
+    q, kv = n * case.heads, 2 * n * case.groups
+    small = 1 << 16  # statistics, lengths
+    assert peaks[8][0] <= peaks[4][0] + small and peaks[8][1] <= peaks[4][1] + small
+    assert peaks[8][0] <= 2 * q + 2 * 2 * kv + (2 + 4) * q + small  # out; foreign K|V; a partial output and the sum
+    # dQ, dK and dV; foreign K|V; two dK|dV and one on its way; a partial result and the sum.
+    assert peaks[8][1] <= 2 * (q + kv) + 2 * 2 * kv + 2 * 4 * kv + 2 * kv + (2 + 4) * q + small
+
+
 # ---------------------------------------------------------------------------------------------- dropout
 
 
@@ -404,14 +458,15 @@ def test_what_is_refused_says_what_to_do() -> None:
 
     assert "an even number" in call((7, 1, 4, 8), comm=ranks.of(0))
     assert "none" in call((8, 1, 4, 8)) and "a list of two groups" in call((8, 1, 4, 8))
-    split = replace(Case(mode="a2a", size=4).spec(Context("a2a", 3)))
-    assert "p2p or all_gather" in call((6, 1, 8, 8), replace(split, heads=8, groups=4), InProcessRanks(3).of(0))
+    split = replace(Case(mode="a2a", size=4).spec(Context("a2a", 3)), heads=8, groups=4)
+    assert "p2p or all_gather" in call((6, 1, 8, 8), split, InProcessRanks(3).of(0))
     arbitrary = replace(spec, core=replace(spec.core, masked=True, right=-1))
     mask = RT.zeros((1, 1, 8, 8), dtypes.uint8)
     assert "pass cu_seqlens of the whole sequences" in call((8, 1, 4, 8), arbitrary, ranks.of(0), mask=mask)
     biased = replace(spec, core=AttentionSpec(1.0, bias="post_scale_bias"))
-    bias = RT.zeros((1, 1, 8, 16), dtypes.float32)
-    assert "leave it out" in call((8, 1, 4, 8), biased, ranks.of(0), bias=bias)
+    bias = RT.zeros((1, 1, 8, 8), dtypes.float32)
+    assert "[.., 8, 16]: this rank's queries, and all keys" in call((8, 1, 4, 8), biased, ranks.of(0), bias=bias)
+    assert "use p2p" in call((8, 1, 4, 8), replace(biased, context=Context("a2a", 2)), ranks.of(0), bias=bias)
 
 
 def test_two_communicators_and_no_fewer() -> None:

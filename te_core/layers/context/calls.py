@@ -9,7 +9,7 @@ where the result will stand, later ones are added, the last sum is rounded into 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -243,7 +243,19 @@ class Logits:
 class Problem:
     """An attention of this rank's queries, as the calls of its schedule."""
 
-    __slots__ = ("_stats", "core", "kv_lengths", "pairs", "products", "q_lengths", "rt", "schedule", "sides", "terms")
+    __slots__ = (
+        "_stats",
+        "core",
+        "dbias",
+        "kv_lengths",
+        "pairs",
+        "products",
+        "q_lengths",
+        "rt",
+        "schedule",
+        "sides",
+        "terms",
+    )
 
     def __init__(
         self,
@@ -268,6 +280,7 @@ class Problem:
                 _lengths(rt, *cu, size, some, chunk) for cu, some, chunk in zip(given, spans, sizes, strict=True)
             )
         self._stats: dict[int | None, Tensor] = {}
+        self.dbias: Tensor | None = None  # the gradient of a bias, in backward
         self.pairs = None
         if terms.rng is not None:  # of the whole batch one pair; each call of each rank draws by one of its own
             first = made.rank * (made.context.size + _MOST)
@@ -298,7 +311,8 @@ class Problem:
         queries: Chain,
         grads: tuple[Tensor, Tensor],
     ) -> None:
-        """Go back through a call: its dQ joins the others, its dK and dV are written. `given`: dy, q, out, stats."""
+        """Go back through a call: its dQ joins the others; its dK and dV, and its piece of the gradient of a bias, are
+        written. `given`: dy, q, out, stats."""
         dy, q, out, stats = given
         k, v, dk, dv = (self.keys(t, side) for t in (*keys, *grads))
         dy, q, out = (self.queries(t, side) for t in (dy, q, out))
@@ -306,9 +320,15 @@ class Problem:
         dq = like(self.rt, q, self.core.q_format, self.products.dtype) if place is None else place
         spec = call_spec(self.core, side, *self._tokens(q, k), backward=True)
         terms, own = self.of_call(side), self.stats(stats, side)
-        self.products.backward((q, k, v), (dy, out), own, spec=spec, terms=terms, grads=(dq, dk, dv))
+        found = self.products.backward((q, k, v), (dy, out), own, spec=spec, terms=terms, grads=(dq, dk, dv))
         if place is None:
             queries.add(side, dq)
+        if found.bias is not None:
+            if self.dbias is None:
+                assert self.terms.bias is not None
+                self.dbias = self.rt.zeros(self.terms.bias.shape, found.bias.dtype)
+            for part, whole in self._columns(side, found.bias, self.dbias):
+                ops.context_sum(self.rt, part, None, out=whole)
 
     def begins(self) -> Tensor | None:
         """Where whole sequences of packed keys begin; None in dense formats."""
@@ -362,8 +382,31 @@ class Problem:
         if self.q_lengths is not None and self.kv_lengths is not None:
             (cu_q, at_q), (cu_kv, at_kv) = self.q_lengths[side.queries], self.kv_lengths[side.keys]
             lengths = Lengths(cu_q, cu_kv, at_q, at_kv) if self.core.q_format == "thd" else Lengths(cu_q, cu_kv)
+        bias = self._bias(side)
         rng = None if self.pairs is None else self.pairs.rows(side.number, side.number + 1).reshape(2)
-        return Terms(lengths, rng=rng)
+        return Terms(lengths, bias=bias, rng=rng)
+
+    def _bias(self, side: Sides) -> Tensor | None:
+        """The rows and columns of a bias that a call reads, dense."""
+        bias = self.terms.bias
+        if bias is None:
+            return None
+        keys = bias.shape[3] // (2 * self.schedule.context.ring) * len(side.call.keys)
+        rows = bias.shape[2] // 2 * len(side.call.queries)
+        made = self.rt.empty((*bias.shape[:2], rows, keys), bias.dtype)
+        for part, whole in self._columns(side, made, bias):
+            ops.context_sum(self.rt, whole, None, out=part)
+        return made
+
+    def _columns(self, side: Sides, part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chunks of keys in a call's bias beside those of the whole one, which has all keys in sequence order."""
+        half = self._half(side)
+        if half is not None:
+            rows = whole.shape[2] // 2
+            whole = slab(whole, 2, half * rows, (half + 1) * rows)
+        chunk = part.shape[3] // len(side.call.keys)
+        for i, key in enumerate(side.call.keys):
+            yield slab(part, 3, i * chunk, (i + 1) * chunk), slab(whole, 3, key * chunk, (key + 1) * chunk)
 
 
 def call_spec(core: AttentionSpec, side: Sides, queries: int, keys: int, *, backward: bool = False) -> AttentionSpec:
@@ -389,7 +432,7 @@ def attentions(core: AttentionSpec, context: Context, size: Sizes) -> list[tuple
     """
     parts, packed = context.heads, core.q_format == "thd"
     size = size._replace(
-        sq=size.sq * parts, skv=size.skv * parts, heads=size.heads // parts, groups=size.groups // parts
+        sq=size.sq * parts, skv=size.skv * parts, heads=size.heads // parts, groups=max(1, size.groups // parts)
     )
     if parts > 1:
         core = replace(core, default_slopes=False)

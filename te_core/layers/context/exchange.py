@@ -1,7 +1,9 @@
 """a2a: heads go to ranks. One exchange gives each rank whole sequences of some heads, one brings the output back.
 
-q, k and v travel in one piece, of each rank its heads of all three, and so do their gradients. Inside of a ring
-(a2a+p2p) the sequences are whole among the ranks of the group alone: its part of them, which goes round then.
+q, k and v travel in one piece, of each rank its heads of all three, and so do their gradients. Where there are more
+ranks than groups, a group's k and v go to several of them, whose gradients are added, in float32, on the way back.
+Inside of a ring (a2a+p2p) the sequences are whole among the ranks of the group alone: its part of them, which goes
+round then.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from te_core import dtypes
 from te_core.attention import DIMENSIONS, Lengths
 from te_core.layers.communicator import Communicator
 from te_core.layers.context.traffic import ranked
@@ -60,7 +63,26 @@ class Exchange:
             ops.context_rows(self.rt, t, how="sequence_to_ranks", out=place, **self._order(side))
         arrived = ranked(self._exchanged(sent), size, shapes)
         for t, side, target in zip(arrived, sides, targets, strict=True):
-            ops.context_rows(self.rt, t, how="ranks_to_heads", form=self.forms[side], size=size, out=target)
+            several = size // target.shape[-2]
+            if several < 2:
+                ops.context_rows(self.rt, t, how="ranks_to_heads", form=self.forms[side], size=size, out=target)
+            else:
+                made = ops.context_rows(self.rt, t, how="ranks_to_heads", form=self.forms[side], size=size)
+                self._add(made, several, target)
+
+    def _add(self, t: Tensor, several: int, out: Tensor) -> None:
+        """The sum of `several` heads that stand side by side, rounded once."""
+        rt, steps = self.rt, t.row_major_strides()
+        strides = (*steps[:-2], several * steps[-2], 1)
+        parts = [
+            Tensor(t.ptr + t.dtype.nbytes(i * steps[-2]), out.shape, t.dtype, t.device, t, strides)
+            for i in range(several)
+        ]
+        total = parts[0]
+        for i, part in enumerate(parts[1:], 2):
+            into = out if i == several else rt.empty(out.shape, dtypes.float32) if i == 2 else total
+            ops.context_sum(rt, total, part, out=into)
+            total = into
 
     def heads(self, t: Tensor, dim: int) -> Tensor:
         """This rank's of a number for each head, at an address that every library takes."""
@@ -100,7 +122,7 @@ class Exchange:
 
     def _shape(self, t: Tensor, side: int) -> tuple[int, ...]:
         """Of a tensor with all heads, the shape of what each rank gets."""
-        return (*t.shape[:-2], t.shape[-2] // self.comm.size, t.shape[-1])
+        return (*t.shape[:-2], max(1, t.shape[-2] // self.comm.size), t.shape[-1])
 
     def _order(self, side: int) -> dict[str, Any]:
         packed = {"cu_seqlens_padded": self.begins[side], "parts": self.parts} if self.begins[side] is not None else {}

@@ -83,18 +83,18 @@ class Place:
 
     def differentiate(
         self, parts: Three, given: tuple[Tensor, Tensor, Tensor], grads: Three, products: Products
-    ) -> Tensor | None:
-        """The gradients of q, k and v go into `grads`; that of the sink. `given`: dy, out, stats."""
+    ) -> Terms:
+        """The gradients of q, k and v go into `grads`; those of bias and sink. `given`: dy, out, stats."""
         dy, out, stats = given
         if self.outer is None:
             terms = self._drawn()
             return products.backward(parts, (dy, out), stats, spec=self.core, terms=terms, grads=grads)
         run = gather.backward if self.context.mode == "all_gather" else ring.backward
-        q, k, v = parts
-        run(self._problem(parts, products), (dy, q, out, stats), k, v, self.outer, grads=grads)
-        if self.terms.sink is None:
-            return None
-        return ops.attention_sink_grad(self.rt, dy, out, stats, self.terms.sink, form=self.core.q_format)
+        (q, k, v), problem, sink = parts, self._problem(parts, products), self.terms.sink
+        run(problem, (dy, q, out, stats), k, v, self.outer, grads=grads)
+        if sink is not None:
+            sink = ops.attention_sink_grad(self.rt, dy, out, stats, sink, form=self.core.q_format)
+        return Terms(bias=problem.dbias, sink=sink)
 
     def finish(self, out: Tensor, logits: Logits | None) -> Tensor | None:
         """The largest logits [heads] of whole sequences. NaN goes into the output of sequences without chunks of one
@@ -152,8 +152,8 @@ def recomputed(parts: Three, place: Place) -> tuple[Tensor, Tensor]:
 
 def backward(
     parts: Three, given: tuple[Tensor, Tensor, Tensor], grads: Three, place: Place, products: Products | None = None
-) -> Tensor | None:
-    """The gradients of this rank's q, k and v go into `grads`; that of the sink, this rank's summand.
+) -> Terms:
+    """The gradients of this rank's q, k and v go into `grads`; those of bias and sink, this rank's summands.
 
     `parts` are q, k and v, `given` dy of this rank's tokens, and out and stats, all as forward kept them.
     """
@@ -163,8 +163,9 @@ def backward(
         (dy,) = exchange.to_heads((dy,), (0,))
         q, k, v = (rt.empty(t.shape, products.dtype) for t in parts)
         made = q, k, v
-    dsink = place.differentiate(parts, (dy, out, stats), made, products)
+    found = place.differentiate(parts, (dy, out, stats), made, products)
     if exchange is not None:
         exchange.to_tokens(made, (0, 1, 1), grads)
-        dsink = None if dsink is None else exchange.of_all_heads(dsink, grads[0].shape[-2])
-    return dsink
+        if found.sink is not None:
+            found = found._replace(sink=exchange.of_all_heads(found.sink, grads[0].shape[-2]))
+    return found

@@ -15,7 +15,7 @@ from te_core.dtypes import DType
 from te_core.ops import raw as ops
 from te_core.ops.attention import Attended
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales
-from te_core.ops.attention_terms import Terms
+from te_core.ops.attention_terms import NOTHING, Terms
 from te_core.ops.quantize import allocate
 from te_core.quantized import Cast, Copy, Format, QuantizedTensor
 from te_core.runtime import Runtime
@@ -44,18 +44,18 @@ class Products(Protocol):
         spec: AttentionSpec,
         terms: Terms,
         grads: Three,
-    ) -> Tensor | None:
-        """The gradients of `parts`, q, k and v, go into `grads`; that of a sink. `given`: dy and the output."""
+    ) -> Terms:
+        """The gradients of `parts` (q, k, v) go into `grads`; those of bias and sink. `given`: dy and the output."""
         ...
 
 
 class Plain:
     """In the activation dtype."""
 
-    __slots__ = ("dtype", "rt")
+    __slots__ = ("bias_grad", "dtype", "rt")
 
-    def __init__(self, rt: Runtime, dtype: DType) -> None:
-        self.rt, self.dtype = rt, dtype
+    def __init__(self, rt: Runtime, dtype: DType, bias_grad: bool = False) -> None:
+        self.rt, self.dtype, self.bias_grad = rt, dtype, bias_grad
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, terms: Terms, out: Tensor | None
@@ -72,11 +72,13 @@ class Plain:
         spec: AttentionSpec,
         terms: Terms,
         grads: Three,
-    ) -> Tensor | None:
+    ) -> Terms:
         """See `Products`."""
         dy, out = given
-        found = ops.attention_backward(self.rt, dy, *parts, out, stats, spec=spec, terms=terms, grads=grads)
-        return found.sink
+        found = ops.attention_backward(
+            self.rt, dy, *parts, out, stats, spec=spec, terms=terms, grads=grads, bias_grad=self.bias_grad
+        )
+        return Terms(bias=found.bias, sink=found.sink)
 
 
 class Fp8:
@@ -119,14 +121,14 @@ class Fp8:
         spec: AttentionSpec,
         terms: Terms,
         grads: Three,
-    ) -> Tensor | None:
+    ) -> Terms:
         """See `Products`."""
         rt, scales, (dy, out) = self.rt, self.back, given
         assert scales is not None
         options: dict[str, Any] = {"spec": spec, "terms": terms, "scales": scales}
         if scales.dq is None or scales.dk is None or scales.dv is None or self.grad is None:
             ops.attention_fp8_backward(rt, dy, *parts, out, stats, grad_dtype=self.dtype, grads=grads, **options)
-            return None
+            return NOTHING
         scaled = scales.dq, scales.dk, scales.dv
         rooms = [_room(rt, t.shape, self.grad, s.inverse) for t, s in zip(parts, scaled, strict=True)]
         codes = [_codes(room, t.shape) for room, t in zip(rooms, parts, strict=True)]
@@ -134,7 +136,7 @@ class Fp8:
         ops.attention_fp8_backward(rt, dy, *parts, out, stats, grad_dtype=made[0].dtype, grads=made, **options)
         for room, grad in zip(rooms, grads, strict=True):
             _values(rt, room, grad.shape, self.dtype, grad)
-        return None
+        return NOTHING
 
 
 def _room(rt: Runtime, shape: tuple[int, ...], form: Format, inverse: Tensor) -> QuantizedTensor:

@@ -61,11 +61,11 @@ def _halves(cut: Cut) -> Refusal | None:
 
 def _heads(cut: Cut) -> Refusal | None:
     ranks = cut.context.heads
-    if cut.heads % ranks == 0 and cut.groups % ranks == 0:
+    if cut.heads % ranks == 0 and (cut.groups % ranks == 0 or ranks % cut.groups == 0):
         return None
     return Refusal(
         f"{cut.heads} heads in {cut.groups} groups that {ranks} ranks would share by {cut.context.mode}",
-        "heads and groups that the ranks divide",
+        "heads that the ranks divide, and groups that they divide, or that divide them",
         "choose p2p or all_gather, which split no heads",
     )
 
@@ -117,8 +117,25 @@ def _bias(cut: Cut) -> Refusal | None:
     if core.bias == "alibi" and context.ring > 1:
         return Refusal(f"ALiBi with cp_comm_type={context.mode!r}", "ALiBi with a2a", "use a2a")
     if core.bias not in ("no_bias", "alibi"):
-        return Refusal(f"a bias ({core.bias}) under context parallelism", "no bias, or ALiBi with a2a", "leave it out")
+        if context.mode != "p2p":
+            return Refusal(f"a bias with cp_comm_type={context.mode!r}", "a bias with p2p", "use p2p")
+        if core.padded:
+            return Refusal("a bias with padding or thd", "one of the two", "leave one out")
     return None
+
+
+def bias_refusal(
+    core: AttentionSpec, context: Context, shape: tuple[int, ...], tokens: tuple[int, int]
+) -> Refusal | None:
+    """Why a bias of this shape is none for a rank with so many queries and keys in a row."""
+    wanted = tokens[0], context.size * tokens[1]
+    if context.size == 1 or shape[2:] == wanted:
+        return None
+    return Refusal(
+        f"a bias of shape {shape} on this rank",
+        f"[.., {wanted[0]}, {wanted[1]}]: this rank's queries, and all keys in the order of the sequence",
+        "pass the rows of this rank's two chunks, with all columns",
+    )
 
 
 RULES: tuple[Callable[[Cut], Refusal | None], ...] = (
@@ -143,7 +160,9 @@ def refusal(cut: Cut) -> Refusal | None:
 _ARGUMENTS = frozenset((_mode, _sizes, _halves, _heads, _diagonal, _formats))
 
 
-def check_context(core: AttentionSpec, context: Context, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_context(
+    core: AttentionSpec, context: Context, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+) -> None:
     """Raise what the rules refuse."""
     tokens = tuple(t.shape[DIMENSIONS[form][1]] for t, form in ((q, core.q_format), (k, core.kv_format)))
     cut = Cut(core, context, q.shape[-2], k.shape[-2], (tokens[0], tokens[1]))
@@ -152,3 +171,6 @@ def check_context(core: AttentionSpec, context: Context, q: Tensor, k: Tensor, v
         if found is not None:
             kind = ArgumentError if rule in _ARGUMENTS else UnsupportedError
             raise kind("context parallelism", *found)
+    wrong = None if bias is None else bias_refusal(core, context, bias.shape, (tokens[0], tokens[1]))
+    if wrong is not None:
+        raise ArgumentError("context parallelism", *wrong)
