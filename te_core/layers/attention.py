@@ -17,7 +17,8 @@ from te_core.arguments import explained
 from te_core.attention import AttentionSpec, Lengths
 from te_core.errors import ArgumentError
 from te_core.layers.context import layer as over_ranks
-from te_core.layers.context.layer import Communicators, communicators
+from te_core.layers.context.layer import Communicators, Place, communicators
+from te_core.layers.context.products import Plain
 from te_core.layers.context.rules import check_context
 from te_core.layers.context.schedule import Context
 from te_core.layers.meeting import meet
@@ -239,16 +240,16 @@ def _over_ranks(
     q, k, v = parts
     context, exchanged = spec.context, spec.context is not None and spec.context.heads > 1
     assert context is not None
-    check_context(spec.core, context, *parts)
+    check_context(spec.core, context, *parts, inputs.bias)
     for one in communicators(context, comm):
         meet(rt, one, "DotProductAttention", spec, q=q, k=k, v=v)
     rows = Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner)
-    made = over_ranks.forward(rt, *parts, terms_of(inputs), core=spec.core, context=context, comm=comm, out=rows)
+    made = over_ranks.forward(parts, rows, Place(rt, context, comm, spec.core, terms_of(inputs)))
     frames: tuple[Tensor | None, Tensor | None] = None, None
     if exchanged:
         a, b = inputs.a, inputs.b
         frames = rt.empty((0, *a.shape), a.dtype), None if b is None else rt.empty((0, *b.shape), b.dtype)
-        inputs = inputs._replace(a=made.q, b=made.k, c=made.v)
+        inputs = inputs._replace(**dict(zip("abc", made.parts, strict=True)))
     kept, stats = (None, None) if spec.recompute else (made.out if exchanged else out, made.stats)
     outputs = (out,) if made.max_logit is None else (out, made.max_logit)
     return outputs, AttentionSaved(*inputs, kept, stats if any(spec.needs) else None, *frames)
@@ -258,10 +259,10 @@ def _backward_over_ranks(
     rt: Runtime, dy: Tensor, saved: AttentionSaved, spec: AttentionLayerSpec, comm: Communicators | None
 ) -> tuple[Tensor | None, ...]:
     """`backward` where each rank has a part of every sequence."""
-    context, terms = spec.context, terms_of(saved)
+    context = spec.context
     assert context is not None
     core = replace(spec.core, max_logit=False) if spec.core.max_logit else spec.core
-    options: dict[str, Any] = {"core": core, "context": context, "comm": comm}
+    place = Place(rt, context, comm, core, terms_of(saved))
     a, b, c = saved[:3]
     if context.heads > 1:
         assert saved.frame_q is not None
@@ -272,14 +273,15 @@ def _backward_over_ranks(
         shapes = tuple(None if t is None else t.shape for t in (a, b, c))
     out, stats = saved.out, saved.stats
     if spec.recompute:
-        out, stats = over_ranks.recomputed(rt, q, k, v, terms, **options)
+        out, stats = over_ranks.recomputed((q, k, v), place)
     assert out is not None and stats is not None
     given = tuple(None if shape is None else rt.empty(shape, q.dtype) for shape in shapes)
     parts = views(spec, *given)  # type: ignore[arg-type]
     rows = on_boundary(rt, dy).reshape(*parts[0].shape[:-1], spec.d_v)
     out = out.reshape(*q.shape[:-1], spec.d_v)
-    dsink = over_ranks.backward(rt, rows, q, k, v, out, stats, terms, **options, grads=parts)
-    return _delivered(rt, given, parts, None, dsink, spec)  # type: ignore[arg-type]
+    products = Plain(rt, q.dtype, spec.needs.bias)
+    found = over_ranks.backward((q, k, v), (rows, out, stats), parts, place, products)
+    return _delivered(rt, given, parts, found.bias, found.sink, spec)  # type: ignore[arg-type]
 
 
 def _shapes(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -70,6 +70,18 @@ class Communicator(Protocol):
     def agree(self, rt: Runtime, operation: str, facts: Facts) -> None:
         """Raise on every rank, with what each has, where the ranks' facts differ. Waits for all of them."""
         ...
+
+
+class Groups(NamedTuple):
+    """Whom a composed layer works with: ranks that share its weights, and ranks that share its sequences."""
+
+    tensor: Communicator | None = None
+    context: Communicator | Sequence[Communicator] | None = None  # two of a2a+p2p (te_core.layers.context)
+
+
+def groups_of(comm: Communicator | Groups | None) -> Groups:
+    """The same of what a composed layer is given: of a communicator alone, ranks that share its weights."""
+    return comm if isinstance(comm, Groups) else Groups(comm)
 
 
 def as_bytes(t: Tensor) -> Tensor:

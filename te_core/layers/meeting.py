@@ -45,7 +45,7 @@ def meet(rt: Any, comm: Any, layer: str, spec: Any, **operands: Any) -> None:
     made its call anew would wait for the others."""
     if not comm.met:
         given = {name: "none" if t is None else f"{tuple(t.shape)}" for name, t in operands.items()}
-        what = "tensor" if getattr(spec, "context", None) is None else "context"
+        what = "context" if layer == "DotProductAttention" else "tensor"  # attention alone has no weights
         agree_once(rt, comm, {"layer": layer, **given, **dict(facts_of(spec)), **comm.around}, f"{what} parallelism")
         comm.met = True
 

@@ -26,7 +26,7 @@ from te_core.errors import UnsupportedError
 from te_core.layers import attention, attention_fp8, linear, norm_linear, rope
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionSaved
 from te_core.layers.attention_fp8 import AttentionFp8Spec
-from te_core.layers.communicator import Communicator
+from te_core.layers.communicator import Communicator, Groups, groups_of
 from te_core.layers.linear import LinearSaved, LinearSpec, Sink
 from te_core.layers.meeting import meet
 from te_core.layers.norm_linear import NormLinearSaved, NormLinearSpec
@@ -168,36 +168,37 @@ def forward(
     spec: MultiheadSpec,
     scales: Sequence[Scales | None] = (),
     ready: Sequence[QuantizedTensor | None] = (),
-    comm: Communicator | None = None,
+    comm: Communicator | Groups | None = None,
 ) -> tuple[tuple[Tensor, ...], MultiheadSaved]:
     """((y,), saved); what the norm gives besides (its output, the stream) comes behind y.
 
     `scales` and `ready` are `Parts`, or come in their order.
     """
     weights, draws, states, copies = given.weights, given.draws, Parts(*scales), Parts(*ready)
-    if comm is not None:
+    tensor, ranks = groups_of(comm)
+    if tensor is not None:
         operands = {"weight": weights.qkv, "bias": weights.qkv_bias, "proj": weights.proj, "encoded": given.encoded}
-        meet(rt, comm, "MultiheadAttention", spec, input=x, **operands)
+        meet(rt, tensor, "MultiheadAttention", spec, input=x, **operands)
     assert weights.qkv is not None and weights.proj is not None
     made: list[Value] = []  # handed on in a list, so that what reads it for the last time holds it alone
     kept_kv = None
     if spec.key_value is not None:  # before the queries, as a model of parts has it
         assert given.encoded is not None and weights.key_value is not None
-        options = _options(spec.key_value, states.key_value, copies.key_value, comm)
+        options = _options(spec.key_value, states.key_value, copies.key_value, tensor)
         (kv,), kept_kv = _linear_forward(
             rt, given.encoded, weights.key_value, weights.key_value_bias, draws.key_value, **options
         )
         made.append(kv)
         del kv
-    returned, kept_qkv = _projected(rt, x, given, made, _options(spec.qkv, states.qkv, copies.qkv, comm))
-    context, kept = _attended(rt, made, given, spec, states.attention, x)
+    returned, kept_qkv = _projected(rt, x, given, made, _options(spec.qkv, states.qkv, copies.qkv, tensor))
+    context, kept = _attended(rt, made, given, spec, (states.attention, ranks), x)
     (y,), kept_proj = _linear_forward(
         rt,
         context,
         weights.proj,
         None if spec.return_bias else weights.proj_bias,
         draws.proj,
-        **_options(spec.proj, states.proj, copies.proj, comm),
+        **_options(spec.proj, states.proj, copies.proj, tensor),
     )
     assert isinstance(y, Tensor)
     saved = kept._replace(
@@ -218,18 +219,18 @@ def backward(
     scales: Sequence[Scales | None] = (),
     sinks: Sequence[Sink | None] = (),
     release: bool = False,
-    comm: Communicator | None = None,
+    comm: Communicator | Groups | None = None,
 ) -> MultiheadGradients:
     """The gradients from those of y and of what came out beside it, in order; in a list these are taken out of it.
 
     With `release` nobody will read `saved` again: what forward made is let go of as soon as it was read. x is not, nor
     what the norm formed in its place: that came out.
     """
-    states, into = Parts(*scales), Parts(*sinks)
+    states, into, (tensor, ranks) = Parts(*scales), Parts(*sinks), groups_of(comm)
     taken = grads if isinstance(grads, list) else [*grads]
     assert taken[0] is not None and saved.proj is not None
     lead = taken[0].shape[:-1]
-    options = _options(spec.proj, states.proj, None, comm) | {"sinks": (into.proj,)}
+    options = _options(spec.proj, states.proj, None, tensor) | {"sinks": (into.proj,)}
     dcontext, dproj, dproj_bias = _linear_backward(rt, taken.pop(0), saved.proj, **options)
     if release:
         free(saved.proj, into.proj, saved.proj.x)
@@ -238,7 +239,7 @@ def backward(
         return found
     made: list[Any] = [dcontext]
     del dcontext
-    dbias, dsink = _attention_gradients(rt, made, saved, spec, states.attention)
+    dbias, dsink = _attention_gradients(rt, made, saved, spec, (states.attention, ranks))
     if release:
         kept = saved.attention
         assert kept is not None
@@ -247,7 +248,7 @@ def backward(
     dqkv, dkv = _together(rt, made, saved, spec)
     del made
     if dqkv is not None and saved.qkv is not None:
-        options = _options(spec.qkv, states.qkv, None, comm) | {"sinks": (into.qkv,)}
+        options = _options(spec.qkv, states.qkv, None, tensor) | {"sinks": (into.qkv,)}
         found = _projection_gradients(rt, dqkv, taken, saved.qkv, found, options)
         if found.x is not None:
             found = found._replace(x=_in_lead(found.x, lead))
@@ -256,7 +257,7 @@ def backward(
     del dqkv
     if dkv is not None and saved.key_value is not None:
         assert spec.key_value is not None
-        options = _options(spec.key_value, states.key_value, None, comm) | {"sinks": (into.key_value,)}
+        options = _options(spec.key_value, states.key_value, None, tensor) | {"sinks": (into.key_value,)}
         dencoded, dw, db = _linear_backward(rt, dkv, saved.key_value, **options)
         found = found._replace(encoded=dencoded, weights=found.weights._replace(key_value=dw, key_value_bias=db))
         if release:
@@ -338,10 +339,16 @@ def _in_lead(t: Tensor, lead: tuple[int, ...]) -> Tensor:
 
 
 def _attended(
-    rt: Runtime, made: list[Value], given: MultiheadInputs, spec: MultiheadSpec, scales: Scales | None, x: Tensor
+    rt: Runtime,
+    made: list[Value],
+    given: MultiheadInputs,
+    spec: MultiheadSpec,
+    options: tuple[Scales | None, Any],
+    x: Tensor,
 ) -> tuple[Value, MultiheadSaved]:
-    """(attention's output, what backward reads) of the projections, which are taken out of `made`."""
-    layer, leads = attention_of(spec), [_lead_of(made[-1], x)]
+    """(attention's output, what backward reads) of the projections, which are taken out of `made`. `options`: its
+    scales and ranks."""
+    (scales, ranks), layer, leads = options, attention_of(spec), [_lead_of(made[-1], x)]
     if given.encoded is not None:
         leads.append(_lead_of(made[0], given.encoded))
     operands, split, turn = _apart(rt, made, given.angles, spec)
@@ -351,14 +358,14 @@ def _attended(
             operands[0] = operands[0].reshape(*leads[0], layer.heads, layer.d_qk)
         inputs = given.terms._replace(a=operands[0], b=operands[1], c=operands[2])
         operands.clear()
-        (context, *_), saved = _attention_forward(rt, *inputs, spec=spec.attention)
+        (context, *_), saved = _attention_forward(rt, *inputs, spec=spec.attention, comm=ranks)
     else:
         if spec.split is not None:
             operands = [t.reshape(*t.shape[:-2], t.shape[-2] * t.shape[-1]) for t in operands]
         inputs = given.terms._replace(a=operands[0], b=operands[1], c=operands[2])
         operands.clear()
         frames = [rt.empty((*lead, 0), dtypes.uint8) for lead in leads]
-        (context,), saved = _fp8_forward(rt, *inputs, *frames, spec=spec.attention, scales=scales)
+        (context,), saved = _fp8_forward(rt, *inputs, *frames, spec=spec.attention, scales=scales, comm=ranks)
         blocks = [t.block if isinstance(t, QuantizedTensor) else t for t in saved[:3]]
         saved = saved._replace(a=blocks[0], b=blocks[1], c=blocks[2])
     if not any(layer.needs):
@@ -388,15 +395,16 @@ def _apart(
 
 
 def _attention_gradients(
-    rt: Runtime, made: list[Any], saved: MultiheadSaved, spec: MultiheadSpec, scales: Scales | None
+    rt: Runtime, made: list[Any], saved: MultiheadSaved, spec: MultiheadSpec, options: tuple[Scales | None, Any]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of attention's bias and sink; that of its output, in `made`, becomes those of its inputs."""
-    kept = saved.attention
+    kept, (scales, ranks) = saved.attention, options
     assert kept is not None
     if isinstance(spec.attention, AttentionLayerSpec):
-        *parts, dbias, _, dsink = _attention_backward(rt, made.pop(), None, kept, spec=spec.attention)
+        *parts, dbias, _, dsink = _attention_backward(rt, made.pop(), None, kept, spec=spec.attention, comm=ranks)
     else:
-        parts, dbias, dsink = [*_fp8_backward(rt, made.pop(), kept, spec=spec.attention, scales=scales)], None, None
+        grads = _fp8_backward(rt, made.pop(), kept, spec=spec.attention, scales=scales, comm=ranks)
+        parts, dbias, dsink = [*grads], None, None
     made += parts
     return dbias, dsink
 

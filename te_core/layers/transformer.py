@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from te_core.arguments import explained
 from te_core.errors import UnsupportedError
 from te_core.layers import mlp, multihead, norm, residual
-from te_core.layers.communicator import Communicator
+from te_core.layers.communicator import Communicator, Groups, groups_of
 from te_core.layers.linear import Sink
 from te_core.layers.meeting import meet
 from te_core.layers.mlp import MLPSaved, MLPSpec
@@ -155,13 +155,14 @@ def forward(
     spec: TransformerSpec,
     scales: Sequence[Any] = (),
     ready: Sequence[Any] = (),
-    comm: Communicator | None = None,
+    comm: Communicator | Groups | None = None,
 ) -> tuple[tuple[Tensor], TransformerSaved]:
     """((y,), saved). `scales` and `ready` are `LayerParts`, or come in their order."""
     states, copies, draws = LayerParts(*scales), LayerParts(*ready), given.draws
-    if comm is not None:
+    tensor = groups_of(comm).tensor
+    if tensor is not None:
         operands = {"weight": given.attention.weights.qkv, "fc1_weight": given.mlp.fc1, "fc2_weight": given.mlp.fc2}
-        meet(rt, comm, "TransformerLayer", spec, input=x, **operands)
+        meet(rt, tensor, "TransformerLayer", spec, input=x, **operands)
     options: dict[str, Any] = {"spec": spec.attention, "scales": states.attention, "ready": copies.attention}
     (out, *beside), kept = _attention_forward(rt, x, given.attention, **options, comm=comm)
     read = beside[0] if beside else x  # what is added to
@@ -178,13 +179,13 @@ def forward(
         bias, rng = given.cross.weights.proj_bias, draws.crossed
     del kept
     if spec.beside:
-        other, read, kept_mlp = _through_mlp(rt, read, given, spec, (states.mlp, copies.mlp, comm), Residual())
+        other, read, kept_mlp = _through_mlp(rt, read, given, spec, (states.mlp, copies.mlp, tensor), Residual())
         out = ops.add(rt, out, other, out=out)
         del other
     else:
         branch_of = Residual(read, bias, rng)
         del read
-        out, read, kept_mlp = _through_mlp(rt, out, given, spec, (states.mlp, copies.mlp, comm), branch_of)
+        out, read, kept_mlp = _through_mlp(rt, out, given, spec, (states.mlp, copies.mlp, tensor), branch_of)
         del branch_of
     saved = saved._replace(mlp=kept_mlp if any(spec.mlp.fc2.needs) else None)
     del kept_mlp
@@ -207,7 +208,7 @@ def backward(
     scales: Sequence[Any] = (),
     sinks: Sequence[Any] = (),
     release: bool = False,
-    comm: Communicator | None = None,
+    comm: Communicator | Groups | None = None,
 ) -> TransformerGradients:
     """The gradients. With `release` nobody will read `saved` again: what forward made is let go of as soon as it was
     read."""
@@ -224,7 +225,7 @@ def backward(
     del dy
     if branch is None or saved.mlp is None:
         return found
-    spread = comm if spec.mlp.fc1.parallel is not None else None
+    spread = groups_of(comm).tensor if spec.mlp.fc1.parallel is not None else None
     options: dict[str, Any] = {"scales": states.mlp, "sinks": into.mlp or (None, None), "comm": spread}
     dx, *grads, _, dread, dbranch_bias = _mlp_backward(
         rt, branch, along, None, saved.mlp, spec=spec.mlp, release=release, **options

@@ -121,14 +121,14 @@ def attention_fp8_forward(
     stats: bool = True,
     out: Tensor | None = None,
 ) -> Attended:
-    """The output in q's type under `scales.out`, fresh or into `out` (dense), and the statistics for backward."""
+    """The output in q's type under `scales.out`, fresh or into `out`, and the statistics for backward."""
     shape = (*q.shape[:-1], v.shape[-1])
     if out is None:
         out = rt.empty(shape, q.dtype)
     op = "attention_fp8_forward"
-    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats))
     _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
-    check_results(op, q, v, typed=False, out=out)
+    check_results(op, q, v, typed=False, apart=True, out=out)
+    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats, out=out))
     _check_scales(op, rt.device, scales)
     _check.written(op, "out", out)
     statistics = rt.empty(stats_shape(q, spec.q_format), dtypes.float32) if stats else None
@@ -161,11 +161,11 @@ def attention_fp8_backward(
     if grads is None:
         grads = rt.empty(q.shape, grad_dtype), rt.empty(k.shape, grad_dtype), rt.empty(v.shape, grad_dtype)
     op = "attention_fp8_backward"
-    asked = Asked(spec, q, k, v, terms, grads=grads, dy=dy, grad=grad_dtype)
-    plan = rt.plans.find(rt, _plan_backward, asked, scales.dq is None)
     _check_results(op, rt, (out,), ((*q.shape[:-1], v.shape[-1]),), q.dtype, scales.out is None)
     _check_results(op, rt, grads, (q.shape, k.shape, v.shape), grad_dtype, scales.dq is None)
-    check_results(op, q, v, typed=False, dy=dy, out=out)
+    check_results(op, q, v, typed=False, apart=True, dy=dy, out=out)
+    asked = Asked(spec, q, k, v, terms, grads=grads, dy=dy, grad=grad_dtype, out=out)
+    plan = rt.plans.find(rt, _plan_backward, asked, scales.dq is None)
     check_stats(op, stats, q, spec)
     _check_scales(op, rt.device, scales)
     _check.written(op, "a gradient", *grads)

@@ -277,9 +277,15 @@ def _recorded(part: Any, recorder: Recorder, wholes: list[Any]) -> Any:
     if hasattr(part, "all_gather"):
         number = next(i for i, whole in enumerate(wholes) if whole is part)
         return RecordedCommunicator(recorder, number, part)
-    if part.__class__ in (tuple, list) and any(hasattr(one, "all_gather") for one in part):
-        return tuple(_recorded(one, recorder, wholes) for one in part)
-    return part
+    if not isinstance(part, (tuple, list)) or not _communicates(part):
+        return part
+    parts = [_recorded(one, recorder, wholes) for one in part]
+    return part.__class__(*parts) if hasattr(part, "_fields") else tuple(parts)
+
+
+def _communicates(part: Any) -> bool:
+    """Whether a communicator is in it."""
+    return hasattr(part, "all_gather") or (isinstance(part, (tuple, list)) and any(map(_communicates, part)))
 
 
 def record(

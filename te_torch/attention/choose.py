@@ -27,7 +27,7 @@ from te_core.attention_rules import cudnn_attention, fp8_refusal
 from te_core.device import DeviceInfo
 from te_core.dtypes import DType
 from te_core.errors import LibraryError, UnsupportedError
-from te_core.layers.context.rules import attentions
+from te_core.layers.context.calls import attentions
 from te_core.layers.context.schedule import Context
 from te_torch.attention.env import Switches
 
@@ -252,7 +252,7 @@ def _cudnn(r: Request) -> str | None:
         return None  # te_core's own CPU backend, which takes everything but some FP8 (`_takes_fp8`)
     if r.installed.cudnn is None:
         return "cuDNN or nvidia-cudnn-frontend is not installed"
-    asked = [(r.spec, r.sizes)] if r.context is None else attentions(r.spec, r.context, r.context_rank, r.sizes)
+    asked = [(r.spec, r.sizes)] if r.context is None else attentions(r.spec, r.context, r.sizes)
     for spec, sizes in asked:
         able, reason = cudnn_attention(
             r.device,

@@ -55,9 +55,11 @@ class Case:
     recompute: bool = False
     dropout: float = 0.0
     bias: str = "no_bias"
+    bias_shape: tuple[int, int] = (1, 1)  # of batch and heads
     width: int = 8
     tokens: int = 0  # of all sequences, in the place of `lengths`
     packed: tuple[tuple[int, int], ...] = ()  # chunk and length of each, in the place of `lengths`
+    few_groups: int = 0  # in the place of one or more for each rank
     seed: int = 0
 
     @property
@@ -66,11 +68,11 @@ class Case:
 
     @property
     def groups(self) -> int:
-        return max(2, self.context.heads)
+        return self.few_groups or max(2, self.context.heads)
 
     @property
     def heads(self) -> int:
-        return self.groups * self.shared
+        return max(self.groups, self.context.heads) * self.shared
 
     @property
     def padded(self) -> bool:
@@ -99,7 +101,7 @@ class Case:
         )
 
     def spec(self, context: Context | None = None) -> AttentionLayerSpec:
-        needs = AttentionNeeds(True, True, True, sink=self.softmax == "learnable")
+        needs = AttentionNeeds(True, True, True, self.bias == "post_scale_bias", self.softmax == "learnable")
         return AttentionLayerSpec(
             self.core,
             self.heads,
@@ -221,6 +223,7 @@ class Made(NamedTuple):
     dv: list[Array]
     dsink: Array | None = None
     max_logit: Array | None = None
+    dbias: Array | None = None
 
 
 class Batch:
@@ -237,6 +240,10 @@ class Batch:
         self.sink = np.linspace(-2, 4, case.heads).astype(np.float32) if case.softmax == "learnable" else None
         self.slopes = np.linspace(0.05, 0.4, case.heads).astype(np.float32) if case.bias == "alibi" else None
         self.rng = np.array([7, 3], np.int64) if case.dropout else None
+        self.bias = None
+        if case.bias == "post_scale_bias":
+            shape = (*case.bias_shape, self.q_side.longest, self.kv_side.longest)
+            self.bias = random.standard_normal(shape).astype(NUMPY[case.dtype])
 
     def reference(self) -> Made:
         """In float64, of whole sequences."""
@@ -250,6 +257,7 @@ class Batch:
             softmax=case.softmax,
             sink=self.sink,
             slopes=self.slopes,
+            bias=self.bias,
         )
         if case.form == "thd":  # not all are of the longest one's length
             problem = replace(problem, len_q=self.q_side.lengths, len_kv=self.kv_side.lengths)
@@ -261,7 +269,7 @@ class Batch:
             [t[i].swapaxes(0, 1)[: s.padded] for i, s in enumerate(side.sequences)]
             for side, t in ((self.q_side, f.out), (self.q_side, g.dq), (self.kv_side, g.dk), (self.kv_side, g.dv))
         ]
-        return Made(*parts, g.dsink, f.max_logit)
+        return Made(*parts, g.dsink, f.max_logit, g.dbias)
 
     def inputs(self, rank: int | None) -> AttentionInputs:
         """What the layer is given on a rank; None: of whole sequences."""
@@ -278,8 +286,14 @@ class Batch:
             packed = case.form == "thd"
             lengths = [self.q_side.cu, self.kv_side.cu, *([self.q_side.cu_padded, self.kv_side.cu_padded] * packed)]
             lengths += [None] * (4 - len(lengths))
-        given = (None, self.slopes, self.sink, *lengths, None, None, self.rng)
+        bias = self.bias if self.bias is None or rank is None else self._rows_of(self.bias, rank)
+        given = (bias, self.slopes, self.sink, *lengths, None, None, self.rng)
         return AttentionInputs(*(None if t is None else RT.tensor(t) for t in (a, b, c, *given)))
+
+    def _rows_of(self, bias: Array, rank: int) -> Array:
+        """A rank's queries of a bias."""
+        parts = np.split(bias, 2 * self.case.size, axis=2)
+        return np.ascontiguousarray(np.concatenate([parts[rank], parts[2 * self.case.size - 1 - rank]], axis=2))
 
     def gradient(self, rank: int | None) -> Tensor:
         """That of the output."""
@@ -289,7 +303,10 @@ class Batch:
 
     def alone(self) -> Made:
         """The layer without ranks."""
-        results = step(self.case, self, None, None)
+        return self.whole_results(step(self.case, self, None, None))
+
+    def whole_results(self, results: dict[str, Any]) -> Made:
+        """Those of whole sequences."""
         return self._made([results], lambda side, parts: side.apart(parts[0]))
 
     def together(self, results: Sequence[dict[str, Any]]) -> Made:
@@ -301,8 +318,12 @@ class Batch:
         parts = [
             join(side, [r[name] for r in results]) for side, name in zip(sides, ("out", "dq", "dk", "dv"), strict=True)
         ]
+        dbias = None
+        if self.bias is not None and len(results) > 1:
+            halves = [np.split(r["dbias"], 2, axis=2) for r in results]
+            dbias = np.concatenate([h[0] for h in halves] + [h[1] for h in reversed(halves)], axis=2)
         dsink = None if results[0]["dsink"] is None else np.sum([r["dsink"] for r in results], axis=0)
-        return Made(*parts, dsink, results[0]["max_logit"])
+        return Made(*parts, dsink, results[0]["max_logit"], dbias)
 
 
 def pack(case: Case, q: Array, k: Array, v: Array) -> tuple[Array, Array | None, Array | None]:
@@ -312,7 +333,7 @@ def pack(case: Case, q: Array, k: Array, v: Array) -> tuple[Array, Array | None,
     lead = q.shape[:-2]
     if case.packing == "kv":
         return q, np.concatenate([k, v], axis=-2).reshape(*lead, -1), None
-    q = q.reshape(*lead, case.groups, case.shared, case.width)  # interleaved
+    q = q.reshape(*lead, case.groups, case.heads // case.groups, case.width)  # interleaved
     return np.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2).reshape(*lead, -1), None, None
 
 
@@ -325,7 +346,7 @@ def unpack(case: Case, a: Array, b: Array | None, c: Array | None) -> tuple[Arra
         b = b.reshape(*b.shape[: 2 if case.form != "thd" else 1], 2 * g, d)
         return a, b[..., :g, :], b[..., g:, :]
     lead = a.shape[: 2 if case.form != "thd" else 1]
-    t = a.reshape(*lead, g, case.shared + 2, d)
+    t = a.reshape(*lead, g, h // g + 2, d)
     return t[..., :-2, :].reshape(*lead, h, d), t[..., -2, :], t[..., -1, :]
 
 
@@ -375,7 +396,7 @@ def step(case: Case, batch: Batch, rank: int | None, comm: Any, functions: Funct
     options = {} if rank is None else {"comm": comm}
     outputs, saved = forward(RT, *batch.inputs(rank), **options)
     grads = backward(RT, batch.gradient(rank), None, saved, **options)
-    a, b, c, _, _, dsink = (None if t is None else RT.numpy(t) for t in grads)
+    a, b, c, dbias, _, dsink = (None if t is None else RT.numpy(t) for t in grads)
     out = RT.numpy(outputs[0])
     dq, dk, dv = unpack(case, a, b, c)
     return {
@@ -384,6 +405,7 @@ def step(case: Case, batch: Batch, rank: int | None, comm: Any, functions: Funct
         "dk": dk,
         "dv": dv,
         "dsink": dsink,
+        "dbias": dbias,
         "max_logit": RT.numpy(outputs[1]) if len(outputs) > 1 else None,
         "saved": saved,
     }

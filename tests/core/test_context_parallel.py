@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from te_core import dtypes
-from te_core.attention import AttentionSpec
+from te_core.attention import AttentionSpec, Sizes
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import attention
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
 from te_core.layers.communicator import InProcessRanks
-from te_core.layers.context.schedule import Context, Load, gradient_bytes, schedule
+from te_core.layers.context.calls import attentions
+from te_core.layers.context.schedule import Context, Load, schedule
 from te_core.ops import raw
+from te_core.ops.attention_terms import NOTHING, sizes_of
 from te_core.tape import taped
 from te_core.tape.taped import Taped
+from tests.core.attention_cases import NUMPY
 from tests.core.context_cases import LENGTHS, RT, Batch, Case, LateCommunicator, Made, Ranks, Side, run, step
 from tests.covering import covering
 from tests.recordings import tapes
@@ -52,7 +55,7 @@ def check(made: Made, wanted: Made, batch: Batch) -> None:
         for t, s in zip(found, side.sequences, strict=True):
             assert not t[s.length :].astype(bool).any(), f"{name} of padding"
         assert snr_db(flat(found), flat(right)) > bound, name
-    for name in ("dsink", "max_logit"):
+    for name in ("dsink", "max_logit", "dbias"):
         found, right = getattr(made, name), getattr(wanted, name)
         if found is not None:
             assert snr_db(found, right) > bound, name
@@ -78,17 +81,13 @@ def test_ranks_give_what_one_gives(choice: Any, layout: Any, shared: int, length
 
 @covering(
     choice=CHOICES,
-    softmax=["learnable", "off-by-one", "vanilla"],
+    terms=[(softmax, n % 2 == 0, n % 3 == 0) for n, softmax in enumerate(["learnable", "off-by-one", "vanilla"] * 3)],
     packing=["separate", "kv", "qkv"],
-    layout=LAYOUTS,
-    recompute=[False, True],
-    max_logit=[True, False],
+    layout=[layout for layout in LAYOUTS if layout[0] != "bshd" or layout[1] == "causal"],
 )
-def test_sinks_packings_and_what_is_computed_again(
-    choice: Any, softmax: str, packing: str, layout: Any, recompute: bool, max_logit: bool
-) -> None:
+def test_sinks_packings_and_what_is_computed_again(choice: Any, terms: Any, packing: str, layout: Any) -> None:
     """Sinks are never zero. The gradient of a sink is the sum of the ranks' summands."""
-    (mode, size, inner), (form, mask) = choice, layout
+    (mode, size, inner), (form, mask), (softmax, recompute, max_logit) = choice, layout, terms
     case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, softmax=softmax, packing=packing)
     judge(replace(case, recompute=recompute, max_logit=max_logit, lengths="odd"))
 
@@ -118,6 +117,36 @@ def test_two_sided_windows(choice: Any, window: tuple[int, int], form: str) -> N
 def test_keys_of_other_lengths(choice: Any, layout: Any, lengths: str) -> None:
     (mode, size, inner), (form, mask) = choice, layout
     judge(Case(mode=mode, size=size, inner=inner, form=form, mask=mask, cross=True, lengths=lengths))
+
+
+@covering(
+    choice=[("a2a", 2, 1), ("a2a", 4, 1), ("a2a", 8, 1), ("a2a+p2p", 8, 4), ("a2a+p2p", 6, 3)],
+    groups=[1, 2],
+    layout=LAYOUTS,
+    packing=["separate", "kv", "qkv"],
+    dtype=["fp32", "bf16"],
+)
+def test_more_ranks_than_groups(choice: Any, groups: int, layout: Any, packing: str, dtype: str) -> None:
+    """A group goes to several ranks, and the gradients of its keys and values are the sum of theirs."""
+    (mode, size, inner), (form, mask) = choice, layout
+    if (inner if mode == "a2a+p2p" else size) % groups:
+        groups = 1
+    case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, few_groups=groups, packing=packing)
+    judge(replace(case, shared=1, lengths="odd", dtype=dtype))
+
+
+@covering(
+    size=[2, 3, 4, 8],
+    layout=[layout for layout in LAYOUTS if "padding" not in layout[1]],
+    bias=[(1, 1), (2, 1), (1, 4), (2, 4)],
+    options=[{}, {"recompute": True}, {"cross": True}, {"softmax": "learnable"}],
+)
+def test_a_bias_goes_round_the_ring(size: int, layout: Any, bias: Any, options: Any) -> None:
+    """Of a rank's queries and all keys; its gradient, too, is zero where nothing is seen."""
+    form, mask = layout
+    options = {} if "cross" in options and mask == "causal" else options
+    case = Case(size=size, form=form, mask=mask, bias="post_scale_bias", bias_shape=bias, **options)
+    judge(case)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -173,10 +202,10 @@ def test_random_packed_sets(number: int) -> None:
 
 def table(case: Case) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """What each rank hands over forward and backward, as the documentation has it."""
-    context, width, item = case.context, case.width, dtypes.dtype(np.dtype(np.float32)).itemsize
+    context, width, item = case.context, case.width, np.dtype(NUMPY[case.dtype]).itemsize
     tokens = [sum(2 * s.chunk for s in case.sequences(side)) for side in ("q", "kv")]
     q, kv = tokens[0] * case.heads * width * item, 2 * tokens[1] * case.groups * width * item
-    grads = kv // item * gradient_bytes(context.ring, item)
+    grads = kv if context.ring == 2 else kv // item * 4
     inside = [("all_to_all", q + kv), ("all_to_all", q)], [("all_to_all", q), ("all_to_all", q + kv)]
     forward, backward = inside if context.heads > 1 else ([], [])
     if case.mode == "all_gather":
@@ -195,7 +224,13 @@ def at_once() -> Iterator[None]:
 @covering(
     choice=[c for c in CHOICES if c[1] > 1],
     layout=LAYOUTS,
-    options=[{}, {"max_logit": True}, {"recompute": True}, {"softmax": "learnable"}, {"packing": "qkv"}],
+    options=[
+        {"dtype": "bf16"},
+        {"max_logit": True},
+        {"recompute": True, "dtype": "bf16"},
+        {"softmax": "learnable", "dtype": "fp16"},
+        {"packing": "qkv"},
+    ],
 )
 def test_operations_and_bytes_are_those_of_the_table(choice: Any, layout: Any, options: Any, at_once: None) -> None:
     """Interpreted and replayed, which gives the same bits."""
@@ -284,6 +319,52 @@ def test_a_transfer_begins_before_the_attention_beside_it(mode: str, monkeypatch
             first, *others = " ".join(events[rank]).split(" ".join(gathered))
             assert first == "" and len(others) == 2
             assert others[1].endswith("attend begin reduce_scatter wait reduce_scatter")
+
+
+@covering(choice=CHOICES, layout=LAYOUTS, window=[None, (4, 0), (100, 0)])
+def test_a_backend_is_asked_for_all_that_runs(
+    choice: Any, layout: Any, window: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of attentions by which a backend is chosen is what the ranks compute."""
+    (mode, size, inner), (form, mask) = choice, layout
+    if window is not None and (mode not in ("a2a", "all_gather") or "causal" not in mask):
+        window = None
+    case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, window=window, lengths="odd")
+    seen, plain = {}, raw.attention_forward
+
+    def note(rt: Any, q: Any, k: Any, v: Any, *, spec: Any, terms: Any = NOTHING, **options: Any) -> Any:
+        seen[spec, sizes_of(q, k, v, spec, terms)] = None
+        return plain(rt, q, k, v, spec=spec, terms=terms, **options)
+
+    monkeypatch.setattr(raw, "attention_forward", note)
+    run(case)
+    tokens = [sum(2 * s.chunk for s in case.sequences(side)) // (1 if form == "thd" else 3) for side in ("q", "kv")]
+    local = Sizes(3, tokens[0], tokens[1], case.heads, case.groups, case.width, case.width)
+    assert {*attentions(case.core, case.context, local)} == {*seen}
+
+
+@pytest.mark.parametrize("layout", [("sbhd", "causal"), ("bshd", "no_mask"), ("thd", "padding_causal")])
+def test_memory_does_not_grow_with_the_ranks(layout: Any, at_once: None) -> None:
+    """In a ring two foreign K|V, two dK|dV, a partial result and its sum, however many ranks there are."""
+    form, mask = layout
+    peaks: dict[int, list[int]] = {}
+    for size in (4, 8):
+        case = Case(size=size, form=form, mask=mask, dtype="bf16", width=64, packed=((64, 2 * size * 64),) * 2)
+        batch, spec = Batch(case), case.spec(case.context)
+        functions = Taped("forward", attention.forward, spec), Taped("backward", attention.backward, spec)
+        ranks = Ranks(case)
+        taped.forget()
+        for _ in range(2):
+            ranks.run(lambda rank, comm: step(case, batch, rank, comm, functions))  # noqa: B023
+        for what in ("forward", "backward"):
+            peaks.setdefault(size, []).append(max(tape.peak for tape in taped.tapes() if tape.what == what))
+    n = 2 * 128 * 64  # elements of a head's part of a rank's tokens
+    q, kv = n * case.heads, 2 * n * case.groups
+    small = 1 << 16  # statistics, lengths
+    assert peaks[8][0] <= peaks[4][0] + small and peaks[8][1] <= peaks[4][1] + small
+    assert peaks[8][0] <= 2 * q + 2 * 2 * kv + (2 + 4) * q + small  # out; foreign K|V; a partial output and the sum
+    # dQ, dK and dV; foreign K|V; two dK|dV and one on its way; a partial result and the sum.
+    assert peaks[8][1] <= 2 * (q + kv) + 2 * 2 * kv + 2 * 4 * kv + 2 * kv + (2 + 4) * q + small
 
 
 # ---------------------------------------------------------------------------------------------- dropout
@@ -377,14 +458,15 @@ def test_what_is_refused_says_what_to_do() -> None:
 
     assert "an even number" in call((7, 1, 4, 8), comm=ranks.of(0))
     assert "none" in call((8, 1, 4, 8)) and "a list of two groups" in call((8, 1, 4, 8))
-    split = replace(Case(mode="a2a", size=4).spec(Context("a2a", 3)))
-    assert "p2p or all_gather" in call((6, 1, 8, 8), replace(split, heads=8, groups=4), InProcessRanks(3).of(0))
+    split = replace(Case(mode="a2a", size=4).spec(Context("a2a", 3)), heads=8, groups=4)
+    assert "p2p or all_gather" in call((6, 1, 8, 8), split, InProcessRanks(3).of(0))
     arbitrary = replace(spec, core=replace(spec.core, masked=True, right=-1))
     mask = RT.zeros((1, 1, 8, 8), dtypes.uint8)
     assert "pass cu_seqlens of the whole sequences" in call((8, 1, 4, 8), arbitrary, ranks.of(0), mask=mask)
     biased = replace(spec, core=AttentionSpec(1.0, bias="post_scale_bias"))
-    bias = RT.zeros((1, 1, 8, 16), dtypes.float32)
-    assert "leave it out" in call((8, 1, 4, 8), biased, ranks.of(0), bias=bias)
+    bias = RT.zeros((1, 1, 8, 8), dtypes.float32)
+    assert "[.., 8, 16]: this rank's queries, and all keys" in call((8, 1, 4, 8), biased, ranks.of(0), bias=bias)
+    assert "use p2p" in call((8, 1, 4, 8), replace(biased, context=Context("a2a", 2)), ranks.of(0), bias=bias)
 
 
 def test_two_communicators_and_no_fewer() -> None:

@@ -96,7 +96,7 @@ def test_each_visible_pair_is_computed_once(mode: str, causal: bool) -> None:
             total = 2 * context.size * CHUNK
             work = judge(context, causal, (-1, -1), total)
             assert len(set(work)) == 1, (context, work)
-            for length in {0, 1, 2, CHUNK, total // 2 - 1, total // 2 + 2, total - 1}:
+            for length in {0, 1, CHUNK, total // 2 + 2, total - 1} if context.size <= 8 else {total // 2 + 2}:
                 judge(context, causal, (-1, -1), length)
 
 
@@ -105,7 +105,7 @@ def test_windows_are_covered(window: tuple[int, int]) -> None:
     for context in contexts():
         if context.ring == 1 or context.mode == "all_gather":
             total = 2 * context.size * CHUNK
-            for length in (total, total // 2 + 2, 1):
+            for length in (total, total // 2 + 2) if context.size <= 8 else (total - 1,):
                 judge(context, False, window, length)
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from te_core.attention import DIMENSIONS
 from te_core.backends.cpu.context import divided
+from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -57,6 +58,13 @@ def _places(spec: ContextRowsSpec, tokens: int, cu: Tensor | None, rank: int) ->
         chunk, begin, offset = np.full(tokens, tokens // 2), np.zeros(tokens, np.int64), row
     else:
         sums = divided(cu, 2 * spec.size)
+        if sums.min() < 0 or sums.max() // spec.parts > spec.size * tokens:
+            raise ArgumentError(
+                "context_rows",
+                f"running sums {sums.tolist()} for {spec.size * tokens} tokens, 1 / {spec.parts} of all",
+                "sequences within the tokens given",
+                "correct cu_seqlens_padded",
+            )
         begins = sums // (spec.size * spec.parts)
         sequence = np.searchsorted(begins, row, side="right") - 1
         nowhere = (sequence < 0) | (sequence >= len(sums) - 1)

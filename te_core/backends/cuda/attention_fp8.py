@@ -55,7 +55,7 @@ def plan_attention_fp8_forward(rt: Runtime, asked: Asked) -> Fp8Plan:
     spec, q, k, v, terms, *_ = asked
     size = asked.size
     require(rt, "attention_fp8_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms, fp8=True)
-    out = Tensor(0, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, None)
+    out = asked.out or Tensor(0, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, None)
     return _plan(rt, asked, (out,), backward=False)
 
 
@@ -80,7 +80,7 @@ def _plan(rt: Runtime, asked: Asked, results: tuple[Tensor, ...], *, backward: b
     if empty:
         frame = replace(frame, full=not spec.padded)  # all rows are such that see nothing
     grads = (results[0], results[1], results[2]) if backward else None
-    found = layouts(frame, q, k, v, False, stats, grads)
+    found = layouts(frame, q, k, v, False, stats, grads, asked.out)
     near = around(rt, frame, found, results, zero_sink=False)
     kernel = loader.get(rt, "attention_amax", args="ppppp")
     if empty:

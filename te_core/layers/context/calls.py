@@ -9,14 +9,16 @@ where the result will stand, later ones are added, the last sum is rounded into 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from te_core import dtypes
-from te_core.attention import DIMENSIONS, AttentionSpec, Lengths
-from te_core.layers.context.schedule import Call, Schedule, Step, chunks_of
+from te_core.attention import DIMENSIONS, AttentionSpec, Lengths, Sizes
+from te_core.dtypes import DType
+from te_core.layers.context.products import Products
+from te_core.layers.context.schedule import Call, Context, Schedule, Step, chunks_of, schedule
 from te_core.ops import raw as ops
 from te_core.ops.attention_terms import Terms
 from te_core.ops.context import Span
@@ -47,11 +49,11 @@ class Sides(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def sides(schedule: Schedule, packed: bool) -> tuple[Sides, ...]:
+def sides(made: Schedule, packed: bool) -> tuple[Sides, ...]:
     """All calls of a schedule, in order."""
-    size, rank = schedule.context.ring, schedule.rank // schedule.context.heads
+    size, rank = made.context.ring, made.rank // made.context.heads
     own = chunks_of(size, rank)
-    listed = [(step, call) for step in schedule.steps for call in step.calls]
+    listed = [(step, call) for step in made.steps for call in step.calls]
     pieces = _pieces([call for _, call in listed], own, packed)
     return tuple(
         Sides(
@@ -125,13 +127,13 @@ def half_of(t: Tensor, form: str, half: int | None, *, stats: bool = False) -> T
     return slab(t, axis, half * count, (half + 1) * count)
 
 
-def like(rt: Runtime, t: Tensor, form: str) -> Tensor:
+def like(rt: Runtime, t: Tensor, form: str, dtype: DType) -> Tensor:
     """Memory for a gradient: dense; of a packed tensor with that one's strides, as cuDNN has to find it."""
     if form != "thd" or t.is_contiguous:
-        return rt.empty(t.shape, t.dtype)
+        return rt.empty(t.shape, dtype)
     steps = t.row_major_strides()
-    block = rt.empty((t.shape[0], steps[0]), t.dtype)
-    return Tensor(block.ptr, t.shape, t.dtype, t.device, block, steps)
+    block = rt.empty((t.shape[0], steps[0]), dtype)
+    return Tensor(block.ptr, t.shape, dtype, t.device, block, steps)
 
 
 # ---------------------------------------------------------------------------------------------- sums
@@ -241,26 +243,47 @@ class Logits:
 class Problem:
     """An attention of this rank's queries, as the calls of its schedule."""
 
-    __slots__ = ("_stats", "core", "kv_lengths", "pairs", "q_lengths", "rt", "schedule", "sides", "terms")
+    __slots__ = (
+        "_stats",
+        "core",
+        "dbias",
+        "kv_lengths",
+        "pairs",
+        "products",
+        "q_lengths",
+        "rt",
+        "schedule",
+        "sides",
+        "terms",
+    )
 
     def __init__(
-        self, rt: Runtime, core: AttentionSpec, schedule: Schedule, terms: Terms, q: Tensor, k: Tensor
+        self,
+        rt: Runtime,
+        core: AttentionSpec,
+        made: Schedule,
+        terms: Terms,
+        tokens: tuple[Tensor, Tensor],
+        products: Products,
     ) -> None:
-        self.rt, self.core, self.schedule, self.terms = rt, core, schedule, terms
-        self.sides = sides(schedule, core.q_format == "thd")
-        size, lengths = schedule.context.ring, terms.lengths
+        """`tokens`: q and k of this rank."""
+        self.rt, self.core, self.schedule, self.terms, self.products = rt, core, made, terms, products
+        self.sides = sides(made, core.q_format == "thd")
+        size, lengths = made.context.ring, terms.lengths
         self.q_lengths = self.kv_lengths = None
         if lengths is not None:
-            sizes = [_chunk(t, form, size) for t, form in ((q, core.q_format), (k, core.kv_format))]
+            forms = core.q_format, core.kv_format
+            sizes = [_chunk(t, form) for t, form in zip(tokens, forms, strict=True)]
             given = (lengths.cu_q, lengths.cu_q_padded), (lengths.cu_kv, lengths.cu_kv_padded)
             spans = [tuple(dict.fromkeys(s)) for s in zip(*((s.queries, s.keys) for s in self.sides), strict=True)]
             self.q_lengths, self.kv_lengths = (
                 _lengths(rt, *cu, size, some, chunk) for cu, some, chunk in zip(given, spans, sizes, strict=True)
             )
         self._stats: dict[int | None, Tensor] = {}
+        self.dbias: Tensor | None = None  # the gradient of a bias, in backward
         self.pairs = None
         if terms.rng is not None:  # of the whole batch one pair; each call of each rank draws by one of its own
-            first = schedule.rank * (schedule.context.size + _MOST)
+            first = made.rank * (made.context.size + _MOST)
             numbers = tuple(first + i for i in range(len(self.sides)))
             self.pairs = ops.context_draws(rt, terms.rng, numbers)
 
@@ -273,9 +296,8 @@ class Problem:
     ) -> None:
         """Carry out a call: its output joins the others."""
         q, k, v = self.queries(q, side), self.keys(k, side), self.keys(v, side)
-        done = ops.attention_forward(
-            self.rt, q, k, v, spec=self.spec(side, q, k), terms=self.of_call(side), out=outputs.place(side)
-        )
+        spec, terms = call_spec(self.core, side, *self._tokens(q, k)), self.of_call(side)
+        done = self.products.forward(q, k, v, spec=spec, terms=terms, out=outputs.place(side))
         assert done.stats is not None
         outputs.join(side, done.out, done.stats)
         if logits is not None and done.max_logit is not None:
@@ -289,18 +311,24 @@ class Problem:
         queries: Chain,
         grads: tuple[Tensor, Tensor],
     ) -> None:
-        """Go back through a call: its dQ joins the others, its dK and dV are written. `given`: dy, q, out, stats."""
+        """Go back through a call: its dQ joins the others; its dK and dV, and its piece of the gradient of a bias, are
+        written. `given`: dy, q, out, stats."""
         dy, q, out, stats = given
         k, v, dk, dv = (self.keys(t, side) for t in (*keys, *grads))
         dy, q, out = (self.queries(t, side) for t in (dy, q, out))
         place = queries.place(side)
-        dq = like(self.rt, q, self.core.q_format) if place is None else place
-        spec, terms = self.spec(side, q, k, backward=True), self.of_call(side)
-        ops.attention_backward(
-            self.rt, dy, q, k, v, out, self.stats(stats, side), spec=spec, terms=terms, grads=(dq, dk, dv)
-        )
+        dq = like(self.rt, q, self.core.q_format, self.products.dtype) if place is None else place
+        spec = call_spec(self.core, side, *self._tokens(q, k), backward=True)
+        terms, own = self.of_call(side), self.stats(stats, side)
+        found = self.products.backward((q, k, v), (dy, out), own, spec=spec, terms=terms, grads=(dq, dk, dv))
         if place is None:
             queries.add(side, dq)
+        if found.bias is not None:
+            if self.dbias is None:
+                assert self.terms.bias is not None
+                self.dbias = self.rt.zeros(self.terms.bias.shape, found.bias.dtype)
+            for part, whole in self._columns(side, found.bias, self.dbias):
+                ops.context_sum(self.rt, part, None, out=whole)
 
     def begins(self) -> Tensor | None:
         """Where whole sequences of packed keys begin; None in dense formats."""
@@ -344,20 +372,9 @@ class Problem:
         start, stop = _band(call, chunk, t.shape[axis])
         return slab(t, axis, start, stop)
 
-    def spec(self, side: Sides, q: Tensor, k: Tensor, *, backward: bool = False) -> AttentionSpec:
-        """What a call computes; q and k are its views."""
-        core, call = self.core, side.call
-        longest = (core.max_q, core.max_kv)
-        if core.q_format == "thd":
-            longest = tuple(max(1, min(n, t.shape[0])) for n, t in zip(longest, (q, k), strict=True))  # type: ignore[assignment]
-        bounds = -1, 0 if call.mask == "causal" else -1
-        if call.mask == "band":
-            bounds = call.before, call.behind
-            if core.q_format != "thd":  # by a band that begins top-left, which cuDNN has with all else
-                chunk = q.shape[DIMENSIONS[core.q_format][1]]
-                shift = call.keys[0] * chunk - _band(call, chunk, 0)[0]
-                bounds = (bounds[0] - shift if bounds[0] >= 0 else -1), (bounds[1] + shift if bounds[1] >= 0 else -1)
-        return _spec(core, bounds, call.mask == "band" and core.q_format == "thd", longest, backward)
+    def _tokens(self, q: Tensor, k: Tensor) -> tuple[int, int]:
+        """Of a call's queries and keys, in a row."""
+        return q.shape[DIMENSIONS[self.core.q_format][1]], k.shape[DIMENSIONS[self.core.kv_format][1]]
 
     def of_call(self, side: Sides) -> Terms:
         """The terms of a call."""
@@ -365,8 +382,81 @@ class Problem:
         if self.q_lengths is not None and self.kv_lengths is not None:
             (cu_q, at_q), (cu_kv, at_kv) = self.q_lengths[side.queries], self.kv_lengths[side.keys]
             lengths = Lengths(cu_q, cu_kv, at_q, at_kv) if self.core.q_format == "thd" else Lengths(cu_q, cu_kv)
+        bias = self._bias(side)
         rng = None if self.pairs is None else self.pairs.rows(side.number, side.number + 1).reshape(2)
-        return Terms(lengths, rng=rng)
+        return Terms(lengths, bias=bias, rng=rng)
+
+    def _bias(self, side: Sides) -> Tensor | None:
+        """The rows and columns of a bias that a call reads, dense."""
+        bias = self.terms.bias
+        if bias is None:
+            return None
+        keys = bias.shape[3] // (2 * self.schedule.context.ring) * len(side.call.keys)
+        rows = bias.shape[2] // 2 * len(side.call.queries)
+        made = self.rt.empty((*bias.shape[:2], rows, keys), bias.dtype)
+        for part, whole in self._columns(side, made, bias):
+            ops.context_sum(self.rt, whole, None, out=part)
+        return made
+
+    def _columns(self, side: Sides, part: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chunks of keys in a call's bias beside those of the whole one, which has all keys in sequence order."""
+        half = self._half(side)
+        if half is not None:
+            rows = whole.shape[2] // 2
+            whole = slab(whole, 2, half * rows, (half + 1) * rows)
+        chunk = part.shape[3] // len(side.call.keys)
+        for i, key in enumerate(side.call.keys):
+            yield slab(part, 3, i * chunk, (i + 1) * chunk), slab(whole, 3, key * chunk, (key + 1) * chunk)
+
+
+def call_spec(core: AttentionSpec, side: Sides, queries: int, keys: int, *, backward: bool = False) -> AttentionSpec:
+    """What a call computes, of tensors with so many tokens in a row (thd: in all)."""
+    call, packed = side.call, core.q_format == "thd"
+    longest = core.max_q, core.max_kv
+    if packed:  # a chunk has no more than half of a rank's tokens
+        halves = len(call.queries) == 1, side.source is not None and len(call.keys) == 1
+        longest = _bound(core.max_q, queries, halves[0]), _bound(core.max_kv, keys, halves[1])
+    bounds = -1, 0 if call.mask == "causal" else -1
+    if call.mask == "band":
+        bounds = call.before, call.behind
+        if not packed:  # by a band that begins top-left, which cuDNN has with all else
+            shift = call.keys[0] * queries - _band(call, queries, 0)[0]
+            bounds = (bounds[0] - shift if bounds[0] >= 0 else -1), (bounds[1] + shift if bounds[1] >= 0 else -1)
+    return _spec(core, bounds, call.mask == "band" and packed, longest, backward)
+
+
+def attentions(core: AttentionSpec, context: Context, size: Sizes) -> list[tuple[AttentionSpec, Sizes]]:
+    """All that the ranks compute forward, each kind once: what a backend has to be able to do.
+
+    `size`: of a rank's tensors; in thd their tokens stand for its queries and keys.
+    """
+    parts, packed = context.heads, core.q_format == "thd"
+    size = size._replace(
+        sq=size.sq * parts, skv=size.skv * parts, heads=size.heads // parts, groups=max(1, size.groups // parts)
+    )
+    if parts > 1:
+        core = replace(core, default_slopes=False)
+    if context.ring == 1:
+        return [(core, size._replace(sq=core.max_q, skv=core.max_kv) if packed else size)]
+    found: dict[tuple[AttentionSpec, Sizes], None] = {}
+    for rank in range(0, context.size, parts):
+        plain = AttentionSpec(1.0, left=core.left, right=core.right)
+        for side in sides(schedule(context, rank, plain), packed):
+            queries, keys = _call_tokens(side, context, size, packed)
+            spec = call_spec(core, side, queries, keys)
+            found[spec, size._replace(sq=spec.max_q or queries, skv=spec.max_kv or keys)] = None
+    return [*found]
+
+
+def _call_tokens(side: Sides, context: Context, size: Sizes, packed: bool) -> tuple[int, int]:
+    """The tokens of a call's queries and keys in a row, of a rank with so many."""
+    call, gathered = side.call, side.source is None
+    if packed:
+        return size.sq, size.skv * (context.ring if gathered else 1)
+    if gathered:
+        start, stop = _band(call, size.skv // 2, size.skv * context.ring)
+        return size.sq // 2 * len(call.queries), stop - start
+    return size.sq // 2 * len(call.queries), size.skv // 2 * len(call.keys)
 
 
 @lru_cache(maxsize=4096)
@@ -386,6 +476,11 @@ def _spec(
     )
 
 
+def _bound(longest: int, tokens: int, half: bool) -> int:
+    """How long the parts of packed sequences are at most. A padded one may be longer than the longest real one."""
+    return max(1, min(longest, tokens // 2 if half else tokens))
+
+
 def _band(call: Call, chunk: int, total: int) -> tuple[int, int]:
     """The first key of a call in sequence order, and the one behind its last."""
     start, stop = call.keys[0] * chunk, (call.keys[-1] + 1) * chunk
@@ -395,7 +490,7 @@ def _band(call: Call, chunk: int, total: int) -> tuple[int, int]:
     return start, stop
 
 
-def _chunk(t: Tensor, form: str, size: int) -> int:
+def _chunk(t: Tensor, form: str) -> int:
     """The tokens of a chunk in dense formats; in packed ones each sequence has its own, which 0 stands for."""
     return 0 if form == "thd" else t.shape[DIMENSIONS[form][1]] // 2
 

@@ -1,7 +1,9 @@
 """a2a: heads go to ranks. One exchange gives each rank whole sequences of some heads, one brings the output back.
 
-q, k and v travel in one piece, of each rank its heads of all three, and so do their gradients. Inside of a ring
-(a2a+p2p) the sequences are whole among the ranks of the group alone: its part of them, which goes round then.
+q, k and v travel in one piece, of each rank its heads of all three, and so do their gradients. Where there are more
+ranks than groups, a group's k and v go to several of them, whose gradients are added, in float32, on the way back.
+Inside of a ring (a2a+p2p) the sequences are whole among the ranks of the group alone: its part of them, which goes
+round then.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from te_core.attention import Lengths
+from te_core import dtypes
+from te_core.attention import DIMENSIONS, Lengths
 from te_core.layers.communicator import Communicator
 from te_core.layers.context.traffic import ranked
 from te_core.ops import raw as ops
@@ -34,16 +37,21 @@ class Exchange:
             q, kv = lengths.cu_q_padded or lengths.cu_q, lengths.cu_kv_padded or lengths.cu_kv
             self.begins = (q if forms[0] == "thd" else None), (kv if forms[1] == "thd" else None)
 
-    def to_heads(self, tensors: Sequence[Tensor], sides: Sequence[int]) -> list[Tensor]:
-        """This rank's heads of whole tensors, in sequence order, of all ranks' tokens. `sides`: 0 as q lies, 1 as k."""
+    def to_heads(
+        self, tensors: Sequence[Tensor], sides: Sequence[int], outs: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """This rank's heads of all ranks' tokens, in sequence order, in `outs` if they are given. `sides`: 0 as q
+        lies, 1 as k."""
         size = self.comm.size
         shapes = [self._shape(t, side) for t, side in zip(tensors, sides, strict=True)]
         sent = self._block(shapes, tensors[0])
         for t, side, place in zip(tensors, sides, ranked(sent, size, shapes), strict=True):
             ops.context_rows(self.rt, t, how="heads_to_ranks", form=self.forms[side], size=size, out=place)
+        arrived = ranked(self._exchanged(sent), size, shapes)
+        into: Sequence[Tensor | None] = outs or [None] * len(shapes)
         return [
-            ops.context_rows(self.rt, t, how="ranks_to_sequence", **self._order(side))
-            for t, side in zip(ranked(self._exchanged(sent), size, shapes), sides, strict=True)
+            ops.context_rows(self.rt, t, how="ranks_to_sequence", out=out, **self._order(side))
+            for t, side, out in zip(arrived, sides, into, strict=True)
         ]
 
     def to_tokens(self, tensors: Sequence[Tensor], sides: Sequence[int], targets: Sequence[Tensor]) -> None:
@@ -55,7 +63,26 @@ class Exchange:
             ops.context_rows(self.rt, t, how="sequence_to_ranks", out=place, **self._order(side))
         arrived = ranked(self._exchanged(sent), size, shapes)
         for t, side, target in zip(arrived, sides, targets, strict=True):
-            ops.context_rows(self.rt, t, how="ranks_to_heads", form=self.forms[side], size=size, out=target)
+            several = size // target.shape[-2]
+            if several < 2:
+                ops.context_rows(self.rt, t, how="ranks_to_heads", form=self.forms[side], size=size, out=target)
+            else:
+                made = ops.context_rows(self.rt, t, how="ranks_to_heads", form=self.forms[side], size=size)
+                self._add(made, several, target)
+
+    def _add(self, t: Tensor, several: int, out: Tensor) -> None:
+        """The sum of `several` heads that stand side by side, rounded once."""
+        rt, steps = self.rt, t.row_major_strides()
+        strides = (*steps[:-2], several * steps[-2], 1)
+        parts = [
+            Tensor(t.ptr + t.dtype.nbytes(i * steps[-2]), out.shape, t.dtype, t.device, t, strides)
+            for i in range(several)
+        ]
+        total = parts[0]
+        for i, part in enumerate(parts[1:], 2):
+            into = out if i == several else rt.empty(out.shape, dtypes.float32) if i == 2 else total
+            ops.context_sum(rt, total, part, out=into)
+            total = into
 
     def heads(self, t: Tensor, dim: int) -> Tensor:
         """This rank's of a number for each head, at an address that every library takes."""
@@ -88,9 +115,14 @@ class Exchange:
         ops.context_sum(self.rt, t, None, out=place)
         return made
 
+    def whole_shape(self, t: Tensor, side: int) -> tuple[int, ...]:
+        """Of a rank's tensor with all heads, the shape of what it attends with."""
+        token, shape = DIMENSIONS[self.forms[side]][1], self._shape(t, side)
+        return tuple([n * self.comm.size if i == token else n for i, n in enumerate(shape)])
+
     def _shape(self, t: Tensor, side: int) -> tuple[int, ...]:
         """Of a tensor with all heads, the shape of what each rank gets."""
-        return (*t.shape[:-2], t.shape[-2] // self.comm.size, t.shape[-1])
+        return (*t.shape[:-2], max(1, t.shape[-2] // self.comm.size), t.shape[-1])
 
     def _order(self, side: int) -> dict[str, Any]:
         packed = {"cu_seqlens_padded": self.begins[side], "parts": self.parts} if self.begins[side] is not None else {}

@@ -24,7 +24,7 @@ class _Gathered:
     def __init__(self, problem: Problem, k: Tensor, v: Tensor, comm: Communicator) -> None:
         rt = self.rt = problem.rt
         self.problem, self.like = problem, (k, v)
-        self.part = packed(rt, k, v)
+        self.part = packed(rt, k, v, problem.core.kv_format)
         self.whole = rt.empty((comm.size * self.part.shape[0],), k.dtype)
         self.handle = comm.all_gather(rt, self.part, self.whole)
 
@@ -83,7 +83,8 @@ def backward(
         problem.differentiate(side, given, (k, v), queries, (dk, dv))
     keys = coming.wait()
     del coming
-    kind = k.dtype if gradient_bytes(size, k.dtype.itemsize) == k.dtype.itemsize else dtypes.float32
+    dtype = problem.products.dtype
+    kind = dtype if gradient_bytes(size, dtype.itemsize) == dtype.itemsize else dtypes.float32
     totals = _totals(problem, given, keys, queries)
     sent = rt.empty((size * (k.size + v.size),), kind)
     for t, place in zip(totals, ranked(sent, size, [k.shape, v.shape]), strict=True):
@@ -107,16 +108,16 @@ def _totals(
     problem: Problem, given: tuple[Tensor, Tensor, Tensor, Tensor], keys: tuple[Tensor, Tensor], queries: Chain
 ) -> list[Tensor]:
     """This rank's summands of the gradients of all keys and values, in the order of the sequence."""
-    rt, calls = problem.rt, problem.of_step(None)
+    rt, calls, dtype = problem.rt, problem.of_step(None), problem.products.dtype
     together = problem.core.kv_format == "thd" or any(side.call.mask == "band" for side in calls)
     if not together:  # each key is in one call: it writes where the gradients stand
-        totals = [rt.zeros(t.shape, t.dtype) for t in keys]
+        totals = [rt.zeros(t.shape, dtype) for t in keys]
         for side in calls:
             problem.differentiate(side, given, keys, queries, (totals[0], totals[1]))
         return totals
     totals = [rt.zeros(t.shape, dtypes.float32) for t in keys]
     for side in calls:
-        parts = [rt.empty(t.shape, t.dtype) for t in keys]
+        parts = [rt.empty(t.shape, dtype) for t in keys]
         problem.differentiate(side, given, keys, queries, (parts[0], parts[1]))
         for total, part in zip(totals, parts, strict=True):
             target = problem.keys(total, side)

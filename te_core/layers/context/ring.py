@@ -41,7 +41,7 @@ def forward(
     """(statistics, largest logits) of the output, which goes into `out`."""
     rt, ring, steps = problem.rt, Ring(problem.rt, comm), problem.schedule.steps
     outputs, logits = Outputs(rt, out, problem.core, problem.terms.sink), problem.logits(q.shape[-2])
-    block: Tensor | None = packed(rt, k, v)
+    block: Tensor | None = packed(rt, k, v, problem.core.kv_format)
     keys, values = k, v
     for number, step in enumerate(steps):
         coming: tuple[Tensor, Handle] | None = None
@@ -72,7 +72,7 @@ def backward(
     rt, ring, steps = problem.rt, Ring(problem.rt, comm), problem.schedule.steps
     dq, dk, dv = grads
     queries = Chain(rt, dq, problem.core.q_format)
-    block = packed(rt, k, v)
+    block = packed(rt, k, v, problem.core.kv_format)
     coming = ring.pass_on(block) if len(steps) > 1 else None
     for side in problem.of_step(steps[0].source):
         problem.differentiate(side, given, (k, v), queries, (dk, dv))
@@ -103,16 +103,17 @@ def _gradients(
     """dK|dV of the keys at hand, as they go on: those that come behind the keys, and this rank's summand."""
     rt, core, size = problem.rt, problem.core, problem.schedule.context.ring
     k, v = keys
-    kind = k.dtype if gradient_bytes(size, k.dtype.itemsize) == k.dtype.itemsize else dtypes.float32
+    dtype = problem.products.dtype
+    kind = dtype if gradient_bytes(size, dtype.itemsize) == dtype.itemsize else dtypes.float32
     some = core.kv_format != "thd" and len(side.call.keys) == 1  # rows of the first chunk alone
-    alone = home is None and kind is k.dtype
+    alone = home is None and kind is dtype
     total = rt.zeros((k.size + v.size,), kind) if some and home is None else None
     if alone:  # two ranks: the summand is all
         total = total or rt.empty((k.size + v.size,), kind)
         dk, dv = apart(total, k, v)
         problem.differentiate(side, given, keys, queries, (dk, dv))
         return total
-    part = rt.empty((k.size + v.size,), k.dtype)
+    part = rt.empty((k.size + v.size,), dtype)
     problem.differentiate(side, given, keys, queries, apart(part, k, v))
     if home is not None:
         total, arrival = home

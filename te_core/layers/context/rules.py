@@ -7,12 +7,11 @@ same rules to what it was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
-from te_core.attention import DIMENSIONS, AttentionSpec, Sizes
+from te_core.attention import DIMENSIONS, AttentionSpec
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.context.schedule import MODES, Context, schedule
+from te_core.layers.context.schedule import MODES, Context
 from te_core.tensor import Tensor
 
 
@@ -62,11 +61,11 @@ def _halves(cut: Cut) -> Refusal | None:
 
 def _heads(cut: Cut) -> Refusal | None:
     ranks = cut.context.heads
-    if cut.heads % ranks == 0 and cut.groups % ranks == 0:
+    if cut.heads % ranks == 0 and (cut.groups % ranks == 0 or ranks % cut.groups == 0):
         return None
     return Refusal(
         f"{cut.heads} heads in {cut.groups} groups that {ranks} ranks would share by {cut.context.mode}",
-        "heads and groups that the ranks divide",
+        "heads that the ranks divide, and groups that they divide, or that divide them",
         "choose p2p or all_gather, which split no heads",
     )
 
@@ -124,8 +123,25 @@ def _bias(cut: Cut) -> Refusal | None:
     if core.bias == "alibi" and context.ring > 1:
         return Refusal(f"ALiBi with cp_comm_type={context.mode!r}", "ALiBi with a2a", "use a2a")
     if core.bias not in ("no_bias", "alibi"):
-        return Refusal(f"a bias ({core.bias}) under context parallelism", "no bias, or ALiBi with a2a", "leave it out")
+        if context.mode != "p2p":
+            return Refusal(f"a bias with cp_comm_type={context.mode!r}", "a bias with p2p", "use p2p")
+        if core.padded:
+            return Refusal("a bias with padding or thd", "one of the two", "leave one out")
     return None
+
+
+def bias_refusal(
+    core: AttentionSpec, context: Context, shape: tuple[int, ...], tokens: tuple[int, int]
+) -> Refusal | None:
+    """Why a bias of this shape is none for a rank with so many queries and keys in a row."""
+    wanted = tokens[0], context.size * tokens[1]
+    if context.size == 1 or shape[2:] == wanted:
+        return None
+    return Refusal(
+        f"a bias of shape {shape} on this rank",
+        f"[.., {wanted[0]}, {wanted[1]}]: this rank's queries, and all keys in the order of the sequence",
+        "pass the rows of this rank's two chunks, with all columns",
+    )
 
 
 RULES: tuple[Callable[[Cut], Refusal | None], ...] = (
@@ -160,28 +176,12 @@ def check(cut: Cut) -> None:
             raise kind("context parallelism", *found)
 
 
-def check_context(core: AttentionSpec, context: Context, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_context(
+    core: AttentionSpec, context: Context, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+) -> None:
     """The same for tensors."""
     tokens = tuple(t.shape[DIMENSIONS[form][1]] for t, form in ((q, core.q_format), (k, core.kv_format)))
     check(Cut(core, context, q.shape[-2], k.shape[-2], (tokens[0], tokens[1])))
-
-
-def attentions(core: AttentionSpec, context: Context, rank: int, sizes: Sizes) -> list[tuple[AttentionSpec, Sizes]]:
-    """What this rank computes, as whoever computes one of these is asked whether he can: `sizes` are this rank's."""
-    ranks, packed = context.heads, core.q_format == "thd"
-    inside = sizes._replace(heads=sizes.heads // ranks, groups=sizes.groups // ranks)
-    if not packed:
-        inside = inside._replace(sq=inside.sq * ranks, skv=inside.skv * ranks)
-    if context.ring == 1:
-        return [(core, inside)]
-    found = []
-    for call in (call for step in schedule(context, rank, core).steps for call in step.calls):
-        bounds = {"full": (-1, -1), "causal": (-1, 0), "band": (call.before, call.behind)}[call.mask]
-        spec = replace(core, left=bounds[0], right=bounds[1], bottom_right=packed and call.mask == "band")
-        spec = replace(spec, softmax="vanilla")
-        if packed:
-            found.append((spec, inside))
-            continue
-        q, kv = (n // 2 * len(chunks) for n, chunks in ((inside.sq, call.queries), (inside.skv, call.keys)))
-        found.append((spec, inside._replace(sq=q, skv=kv)))
-    return found
+    wrong = None if bias is None else bias_refusal(core, context, bias.shape, (tokens[0], tokens[1]))
+    if wrong is not None:
+        raise ArgumentError("context parallelism", *wrong)

@@ -10,11 +10,11 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor, dense_strides
 
 
-def packed(rt: Runtime, k: Tensor, v: Tensor) -> Tensor:
-    """k and v, one behind the other, in a vector of their own."""
+def packed(rt: Runtime, k: Tensor, v: Tensor, form: str) -> Tensor:
+    """k and v, values or codes, one behind the other, in a vector of their own."""
     block = rt.empty((k.size + v.size,), k.dtype)
-    for part, t in zip(apart(block, k, v), (k, v), strict=True):
-        ops.context_sum(rt, t, None, out=part)
+    for part, t in zip(ranked(block, 1, [k.shape, v.shape]), (k, v), strict=True):
+        ops.context_rows(rt, t, how="heads_to_ranks", form=form, size=1, out=part)
     return block
 
 
