@@ -16,6 +16,7 @@ from te_torch.autocast import active
 from te_torch.base.documented import Documented
 from te_torch.base.sharding import MarkedModule
 from te_torch.parallel.communicator import GroupCommunicator
+from te_torch.parallel.groups import group_of
 from te_torch.runtime import constant_at_trace, runtime_for, untraced
 
 #: Options that a rank may have for itself: they change nothing of what the ranks compute together.
@@ -168,19 +169,6 @@ def check_context_groups(operation: str, given: Any) -> None:
         got = f"a group of {' x '.join(map(str, ranks))} ranks"
         do = "leave cp_group out; context parallelism comes later"
         raise UnsupportedError(operation, got, "one rank in this release", do)
-
-
-def group_of(operation: str, given: Any, name: str = "tp_group") -> Any:
-    """The process group that was given, or that of a mesh of one dimension."""
-    if not dist.is_available() or given is None or isinstance(given, (dist.ProcessGroup, int)):
-        return given  # an int: torch's own mark of a group that this process is not in
-    allowed, do = "a process group, or a DeviceMesh of one dimension", 'pass mesh["tp"].get_group(), say'
-    if not isinstance(given, dist.device_mesh.DeviceMesh):
-        raise ArgumentError(operation, f"{name} of type {type(given).__name__}", allowed, do)
-    if given.ndim != 1:
-        names = given.mesh_dim_names or given.mesh.shape
-        raise ArgumentError(operation, f"{name}=DeviceMesh of {given.ndim} dimensions {tuple(names)}", allowed, do)
-    return given.get_group()
 
 
 def size_of(operation: str, tp_size: int | None, tp_group: Any) -> int:

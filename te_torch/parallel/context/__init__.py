@@ -1,0 +1,1 @@
+"""Context parallelism: one sequence over several ranks. So far what a program does to its data: data.py."""
