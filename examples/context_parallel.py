@@ -26,7 +26,6 @@ import te_torch as te
 from examples.arguments import UserError, positive
 from examples.ranks import ended, group_of_torchrun
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from te_torch.attention.context import context_part
 
 RECIPES: dict[str, Recipe | None] = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling()}
 MODES = ("p2p", "all_gather", "a2a")
@@ -140,7 +139,7 @@ def train(given: argparse.Namespace, kind: str) -> None:
     recipe = RECIPES[given.recipe]
     for step in range(given.steps):
         tokens, targets, lengths = (t.to(device) for t in batch_of(step, given.tokens))
-        tokens, targets = (context_part(t, group, seq_dim=0) for t in (tokens, targets))
+        tokens, targets = (te.context_part(t, group, seq_dim=0) for t in (tokens, targets))
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             loss, mean = loss_of(model(tokens, angles, lengths), targets)
         loss.backward()

@@ -58,9 +58,11 @@ extern "C" __global__ void __launch_bounds__(256)
         held = number < (over_ranks ? 2 : 2 * size);
         if (over_ranks) {
             place = s.whole + (number ? 2 * size - 1 - rank : rank) * s.chunk + within;
+            held = held && u32(place) < u32(whole);  // running sums may say anything
         } else {
             rank = number < size ? number : 2 * size - 1 - number;
             token = s.local + (number < size ? 0 : s.chunk) + within;
+            held = held && u32(token) < u32(tokens);
         }
     }
     const i64 ranked = rank * r_rank + token * r_token + row * r_batch;

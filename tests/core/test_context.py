@@ -303,6 +303,10 @@ def test_refusals(rt):
     ):
         with pytest.raises(ArgumentError, match=part):
             ops.context_rows(rt, t, **{"how": "sequence_to_ranks", "form": "sbhd", "size": 2, **options})
+    if rt.device.kind == "cpu":
+        with pytest.raises(ArgumentError, match="sequences within the tokens"):
+            options = {"how": "sequence_to_ranks", "form": "thd", "size": 2, "cu_seqlens_padded": cu}
+            ops.context_rows(rt, rt.tensor(np.zeros((4, 3, 8), np.float32)), **options)
     with pytest.raises(ArgumentError, match="integers from 0 on"):
         ops.context_draws(rt, rt.tensor(np.zeros(2, np.int64)), (-1,))
     with pytest.raises(ArgumentError, match="heads among the whole's"):
@@ -312,10 +316,17 @@ def test_refusals(rt):
 
 
 @requires_cuda
-def test_lengths_that_do_not_divide_stay_inside():
-    """Whatever running sums say, nothing is read or written outside: what fits no chunk counts as padding."""
+def test_whatever_running_sums_say_stays_inside():
+    """Lengths that do not divide, or reach behind the tokens: what fits no chunk counts as padding."""
     rt = cuda_runtime()
-    padded = sums(rt, [0, 7, 9, 30])
-    t = rt.tensor(numbered((30, 1, 16), "bfloat16"))
-    got = ops.context_rows(poisoned(rt), t, how="sequence_to_ranks", form="thd", size=2, cu_seqlens_padded=padded)
-    assert not set(np.unique(rt.numpy(got).astype(np.float32))) - set(np.unique(rt.numpy(t).astype(np.float32))) - {0}
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        size, parts = (int(n) for n in rng.integers(1, 5, 2))
+        padded = np.concatenate(([0], np.cumsum(rng.integers(0, 20, 5)))).astype(np.int32)
+        count = int(padded[-1]) // parts // size * size + size * int(rng.integers(-1, 3))
+        for how, shape in (("sequence_to_ranks", (count,)), ("ranks_to_sequence", (size, count // size))):
+            whole = np.arange(1, max(count, 0) * 8 + 1, dtype=np.float32).reshape(*np.maximum(shape, 0), 2, 4)
+            options = {"how": how, "form": "thd", "size": size, "parts": parts}
+            t = placed(rt, whole, 4)
+            got = ops.context_rows(poisoned(rt), t, cu_seqlens_padded=sums(rt, padded), **options)
+            assert np.isin(rt.numpy(got), [0.0, *whole.ravel()]).all(), (size, parts, padded)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from te_core.attention import DIMENSIONS
 from te_core.backends.cpu.context import divided
 from te_core.backends.cpu.executor import CpuPlan
+from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -65,6 +66,13 @@ def _places(spec: ContextRowsSpec, cu: Tensor | None, rank: int) -> Places:
         chunk, begin, offset = np.full(spec.tokens, spec.tokens // 2), np.zeros(spec.tokens, np.int64), row
     else:
         sums = divided(cu, 2 * spec.size)
+        if sums.min() < 0 or sums.max() // spec.parts > spec.size * spec.tokens:
+            raise ArgumentError(
+                "context_rows",
+                f"running sums {sums.tolist()} for {spec.size * spec.tokens} tokens, 1 / {spec.parts} of all",
+                "sequences within the tokens given",
+                "correct cu_seqlens_padded",
+            )
         begins = sums // (spec.size * spec.parts)
         sequence = np.searchsorted(begins, row, side="right") - 1
         nowhere = (sequence < 0) | (sequence >= spec.sequences)

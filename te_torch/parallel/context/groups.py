@@ -12,7 +12,8 @@ from te_core.errors import ArgumentError
 from te_core.layers.communicator import Communicator
 from te_core.layers.context.schedule import MODES, Context
 from te_core.precision import History
-from te_torch.parallel.communicator import GroupCommunicator, group_of
+from te_torch.parallel.communicator import GroupCommunicator
+from te_torch.parallel.groups import group_of
 
 #: Of a2a+p2p, which a forward refuses.
 _WITHOUT_GROUPS = Context("a2a+p2p", 0, 0)
