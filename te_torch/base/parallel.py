@@ -172,10 +172,6 @@ def _words(value: Any) -> str:
     return str(value) if isinstance(value, torch.dtype) else words(value)
 
 
-from te_torch.doors import never_traced
-from te_torch.parallel.communicator import GroupCommunicator
-from te_torch.parallel.groups import group_of
-from te_torch.runtime import constant_at_trace, runtime_for
 def size_of(operation: str, tp_size: int | None, tp_group: Any) -> int:
     """The number of ranks, by the group if there is one."""
     given = 1 if tp_size is None else int(tp_size)
