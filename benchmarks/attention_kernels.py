@@ -1,5 +1,5 @@
 """The kernels around attention against the speed of a device-to-device copy: rotary embedding, the split of a packed
-projection, softmax, QK norm, KV cache, and norms that add a residual.
+projection, softmax, QK norm, KV cache, norms that add a residual, and what context parallelism adds up and moves.
 
 The method is that of benchmarks/norms.py. `bytes` is what an operation has to move, each operand once.
 """
@@ -123,12 +123,51 @@ def caches() -> Iterator[Case]:
         yield name, tuple(k.shape), 4 * k.nbytes, lambda c=cache: ops.kv_append(rt, ck, cv, c, fresh, held, form="bshd")
 
 
+def partials() -> Iterator[Case]:
+    """What context parallelism adds up and moves: 8192 tokens of 32 heads of 128, partial outputs in bf16."""
+    s, b, h, d = 8192, 1, 32, 128
+    a, other, total = normal(s, b, h, d), normal(s, b, h, d), torch.randn(s, b, h, d, device="cuda")
+    rt, logs, size = runtime_for(a), core(torch.randn(b, h, s, device="cuda")), tuple(a.shape)
+    ca, cb, ct, out = core(a), core(other), core(total), core(torch.empty_like(a))
+    into: dict[str, Any] = {"stats": logs, "form": "sbhd"}
+    for name, moved, first, result in (
+        ("merge of two partials", 3 * a.nbytes, ca, out),
+        ("merge into a sum", 2 * total.nbytes + a.nbytes, ct, ct),
+        ("merge, rounded", total.nbytes + 2 * a.nbytes, ct, out),
+    ):
+        yield (
+            name,
+            size,
+            moved + 3 * logs.nbytes,
+            lambda x=first, y=result: ops.attention_merge(rt, x, logs, cb, logs, out=y, **into),
+        )
+    yield "sum of gradients", size, 2 * total.nbytes + a.nbytes, lambda: ops.context_sum(rt, ct, cb, out=ct)
+    sink = core(torch.zeros(h, device="cuda"))
+    yield (
+        "gradient of a sink",
+        size,
+        2 * a.nbytes + logs.nbytes,
+        lambda: ops.attention_sink_grad(rt, ca, cb, logs, sink, form="sbhd"),
+    )
+    cu = core(torch.tensor([0, 1024, 4096, 8192], device="cuda", dtype=torch.int32))
+    for form, t in (("sbhd", ca), ("thd", core(a.view(s, h, d)))):
+        options: dict[str, Any] = {"form": form, "size": 2}
+        packed = {"cu_seqlens_padded": cu} if form == "thd" else {}
+        for how, more in (("heads_to_ranks", {}), ("sequence_to_ranks", packed)):
+            yield (
+                f"{how}, {form}",
+                size,
+                2 * a.nbytes,
+                lambda w=how, x=t, o=options | more: ops.context_rows(rt, x, how=w, **o),
+            )
+
+
 def measure() -> list[dict[str, Any]]:
     """One row for each operation."""
     clock = Clock()
     rate = copy_rate(clock)
     rows: list[dict[str, Any]] = [{"case": "copy 256 MiB", "TB/s": rate / 1e6}]
-    for group in (rotations, softmaxes, norms, caches):
+    for group in (rotations, softmaxes, norms, caches, partials):
         for name, shape, moved, work in group():
             us = clock(work)
             rows.append({"case": name, "shape": shape, "us": us, "bytes": moved, "of_copy": moved / us / rate})

@@ -26,7 +26,6 @@ import te_torch as te
 from examples.arguments import UserError, positive
 from examples.ranks import ended, group_of_torchrun
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from te_torch.attention.context import context_part
 
 RECIPES: dict[str, Recipe | None] = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling()}
 MODES = ("p2p", "all_gather", "a2a")
@@ -73,7 +72,7 @@ class Model(torch.nn.Module):
 
 
 def batch_of(step: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(tokens, targets, running sums of lengths) of whole sequences that count up; targets behind an end are ignored."""
+    """(tokens, targets, running sums of lengths) of whole sequences that count up; those behind an end are ignored."""
     generator = torch.Generator().manual_seed(step)
     start = torch.randint(VOCABULARY, (1, BATCH), generator=generator)
     lengths = torch.randint(tokens // 2, tokens + 1, (BATCH,), generator=generator)
@@ -114,7 +113,7 @@ def check(given: argparse.Namespace, world: int) -> None:
         raise UserError(f"--tokens {given.tokens}: a multiple of {2 * world}, twice the ranks, has chunks of one size")
     if given.heads % 2 or (given.mode == "a2a" and given.heads // 2 % world):
         wanted = 2 * world if given.mode == "a2a" else 2
-        raise UserError(f"--heads {given.heads}: a multiple of {wanted} has two heads a group, and groups for the ranks")
+        raise UserError(f"--heads {given.heads}: a multiple of {wanted} has two heads a group, and a group a rank")
     if given.hidden % (2 * given.heads):
         raise UserError(f"--hidden {given.hidden}: a multiple of {2 * given.heads}, twice --heads, has heads to rotate")
 
@@ -140,7 +139,7 @@ def train(given: argparse.Namespace, kind: str) -> None:
     recipe = RECIPES[given.recipe]
     for step in range(given.steps):
         tokens, targets, lengths = (t.to(device) for t in batch_of(step, given.tokens))
-        tokens, targets = (context_part(t, group, seq_dim=0) for t in (tokens, targets))
+        tokens, targets = (te.context_part(t, group, seq_dim=0) for t in (tokens, targets))
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             loss, mean = loss_of(model(tokens, angles, lengths), targets)
         loss.backward()

@@ -34,6 +34,8 @@ from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
 from te_torch.nonfinite import nonfinite_report
+from te_torch.parallel.context.data import *  # noqa: F403  this rank's part of a batch
+from te_torch.parallel.context.data import __all__ as _context
 from te_torch.tensors import *  # noqa: F403  the quantized tensor classes and their quantizers
 from te_torch.tensors import __all__ as _tensors
 from te_torch.tools.convert import convert
@@ -70,7 +72,7 @@ __all__ = [
     "memory_report", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
     "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report",
     "onnx_export", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init", "register_norm",
-    *_tensors,
+    *_context, *_tensors,
 ]  # fmt: skip
 
 __getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS, ("debug",))

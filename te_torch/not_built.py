@@ -67,6 +67,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "pytorch.module.base": {"fill_userbuffers_buffer_for_all_gather": _OVERLAP},
     "pytorch.tensor": {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED},
     "pytorch.attention": {"FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb"},
+    "pytorch.attention.dot_product_attention.context_parallel": {
+        "attn_forward_func_with_cp": "te.DotProductAttention, and its set_context_parallel_group"
+    },
     "pytorch.attention.dot_product_attention.utils": {
         "AttentionLogging": "DotProductAttention.explain(q, k, v), which returns the choice and every reason",
         "_get_supported_versions": "python -m te_core.doctor",
@@ -120,11 +123,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "pytorch.attention.dot_product_attention.backends": (
         "FlashAttention, FusedAttention, UnfusedDotProductAttention",
         "te.DotProductAttention, and NVTE_FLASH_ATTN, NVTE_FUSED_ATTN, NVTE_UNFUSED_ATTN to choose one",
-    ),
-    "pytorch.attention.dot_product_attention.context_parallel": (
-        "attn_forward_func_with_cp, generate_positional_ids_for_cp, get_batch_on_this_cp_rank, "
-        "get_cu_seqlens_on_cp_rank, pad_thd_sequences_for_cp, thd_sequence_order_to_cp_rank_order",
-        "whole sequences on each rank: context parallelism is not built",
     ),
     "pytorch.attention.dot_product_attention.flex_attention": (
         "score_mod's helpers",

@@ -114,9 +114,6 @@ _no_fp8 = _refuses(lambda r: r.fp8, "it has no FP8 attention")
 _no_splits = _refuses(lambda r: r.num_splits != 1, "num_splits={r.num_splits} is FlashAttention 3's and 4's")
 _no_max_logit = _refuses(lambda r: r.spec.max_logit, "it does not return max_logit")
 _whole = _refuses(lambda r: r.context, "it takes whole sequences: context parallelism needs statistics of parts")
-_no_context_in_fp8 = _refuses(
-    lambda r: r.context and r.fp8, "FP8 attention under context parallelism is not built: fp8_dpa=False"
-)
 _no_score_mod = _refuses(lambda r: r.score_mod, "it takes no score_mod and no torch_score_mod")
 _plain_softmax = _refuses(lambda r: r.spec.softmax != "vanilla", "it has no softmax_type={r.spec.softmax!r}")
 _no_mask_tensor = _refuses(lambda r: r.spec.masked, "it takes no arbitrary mask")
@@ -312,7 +309,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     FUSED: (
         _fused_allowed, _fused_is_f16, _fused_is_fp8, _no_torch_score_mod, _fused_score_mod, _no_splits,
-        _no_context_in_fp8, _cudnn, _takes_fp8,
+        _cudnn, _takes_fp8,
     ),
     UNFUSED: (
         _unfused_allowed, _whole, _no_graph_score_mod, _no_score_mod_in_fp8, _no_score_mod_of_cache, _no_splits,

@@ -48,7 +48,7 @@ from te_torch.attention.plan import (
 )
 from te_torch.attention.running import ready
 from te_torch.attention.score_mod import functions
-from te_torch.autocast import Now, precision_now
+from te_torch.autocast import Now, active, precision_now
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
 from te_torch.base.parallel import check_group, size_of
@@ -58,6 +58,7 @@ from te_torch.export.handed import Handed
 from te_torch.forks import fork_of
 from te_torch.function import noting
 from te_torch.parallel.context.groups import context_groups
+from te_torch.precisions import precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import default_device
 
@@ -450,9 +451,14 @@ class DotProductAttention(BaseModule):
         self.__dict__["_last_plan"] = plan  # Module.__setattr__ would cost a microsecond
         return plan
 
-    def _communicators(self) -> Any:
+    def _communicators(self, number: int = 0) -> Any:
+        """What connects the ranks that share sequences, for calls in the precision of this number."""
         if self._context.context is None:
             return None
+        precision = precision_of(number)
+        if precision is not None and precision.history is not None:
+            region = active.region
+            self._context.check_reduction(OPERATION, precision.history, None if region is None else region.group)
         return self._context.communicators(OPERATION)
 
     def _of_custom(self, number: int) -> int:

@@ -160,7 +160,8 @@ def run(module: Any, plan: Plan, inputs: AttentionInputs, asked: tuple[bool, boo
             seen = None if watched is None else module._inspectors()
             call = _roundings(number, a.dtype, high_backward, core.names_of(plan.layer.packing), seen)
         else:
-            call = _call(*key[:-1], inspectors=None if watched is None else _lookers(module))
+            lookers = None if watched is None else _lookers(module)
+            call = _call(*key[:-1], inspectors=lookers, comm=module._communicators(number))
         module._calls[key] = call
     if emulated:
         module.__dict__["_last_rule"] = call.rule  # Module.__setattr__ would cost a microsecond
@@ -217,12 +218,13 @@ def _call(
     fp8_output: bool,
     high_backward: bool,
     inspectors: tuple[Any, ...] | None = None,
+    comm: Any = None,
 ) -> Call:
     precision = precision_of(number)
     assert precision is not None and precision.attention is not None
     rule = replace(precision.attention, backward=False) if high_backward else precision.attention
     spec = core.AttentionFp8Spec(plan.layer, rule, TO_CORE[dtype], fp8_output, quantize_grad=handed)
-    return register(ATTENTION, spec, any(plan.layer.needs), inspectors)
+    return register(ATTENTION, spec, any(plan.layer.needs), inspectors, comm)
 
 
 # ------------------------------------------------------------------------------------------- the emulation

@@ -17,7 +17,8 @@ from te_torch.base.documented import Documented
 from te_torch.base.options import mode_of
 from te_torch.base.sharding import MarkedModule
 from te_torch.doors import never_traced
-from te_torch.parallel.communicator import GroupCommunicator, group_of
+from te_torch.parallel.communicator import GroupCommunicator
+from te_torch.parallel.groups import group_of
 from te_torch.runtime import constant_at_trace, runtime_for
 
 #: Options that a rank may have for itself: they change nothing of what the ranks compute together.

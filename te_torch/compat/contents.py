@@ -30,6 +30,7 @@ from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.debug import debug_quantization as _debug_quantization
 from te_torch.debug import state as _debug_state
 from te_torch.debug import stats as _debug_stats
+from te_torch.parallel.context import data as _context
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors import utils as _tensor_utils
 from te_torch.training import checkpoint as _checkpoint
@@ -141,8 +142,9 @@ _OVERLAP = (
     "is_ub_initialized",
     "using_cublasmp_backend",
 )
-#: Of our own, with no place in the documented package.
+#: In te_torch itself alone: of our own, or documented deeper below.
 OURS = (
+    *_context.__all__,
     "convert",
     "measure_saved",
     "memory_report",
@@ -191,6 +193,7 @@ DEFINED: dict[str, dict[str, Any]] = {
         _debug_quantization, ("DebugQuantizedTensor", "DebugQuantizer", "HIGH_PRECISION", "STANDARD_QUANTIZE")
     ),
     "debug.pytorch.debug_state": _of(_debug_state, ("TEDebugState", "set_weight_tensor_tp_group_reduce")),
+    "pytorch.attention.dot_product_attention.context_parallel": _of(_context, _context.DOCUMENTED),
     "pytorch.attention.dot_product_attention.dot_product_attention": _DOT_PRODUCT,
     "pytorch.attention.dot_product_attention.softmax": _of(_softmax, ("FusedScaleMaskSoftmax",)),
     "pytorch.attention.dot_product_attention.utils": _of(_attention_utils, _attention_utils.__all__),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from te_core import dtypes
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import UnsupportedError
 from te_core.layers.communicator import Handle
 from te_core.layers.meeting import Facts, disagreement
 from te_core.runtime import Runtime
@@ -118,19 +118,6 @@ class GroupCommunicator:
         found = rt.numpy(everyone)
         if (found != found[0]).any():
             raise disagreement(operation, all_gather_object(operation, facts, self.group))
-
-
-def group_of(operation: str, given: Any, name: str = "tp_group") -> Any:
-    """The process group that was given, or that of a mesh of one dimension."""
-    if not dist.is_available() or given is None or isinstance(given, (dist.ProcessGroup, int)):
-        return given  # an int: torch's own mark of a group that this process is not in
-    allowed, do = "a process group, or a DeviceMesh of one dimension", 'pass mesh["tp"].get_group(), say'
-    if not isinstance(given, dist.device_mesh.DeviceMesh):
-        raise ArgumentError(operation, f"{name} of type {type(given).__name__}", allowed, do)
-    if given.ndim != 1:
-        names = given.mesh_dim_names or given.mesh.shape
-        raise ArgumentError(operation, f"{name}=DeviceMesh of {given.ndim} dimensions {tuple(names)}", allowed, do)
-    return given.get_group()
 
 
 class _All:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from examples import tensor_parallel
+from examples import context_parallel, tensor_parallel
 from examples.arguments import UserError
 from examples.ranks import group_of_torchrun
 from tests.backends import requires_gpus
@@ -76,6 +76,16 @@ def test_tensor_parallel_over_nccl() -> None:
     assert len(found) == 4 and found[-1] < 0.8 * found[0], found
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_context_parallel(recipe: str) -> None:
+    """Two ranks with a half of each sequence learn what one rank does."""
+    options = "--steps", "50", "--recipe", recipe
+    one, two = (losses(run(ranks, "context_parallel", *options)) for ranks in (1, 2))
+    assert len(one) == 11 and one[-1] < 0.3 * one[0], one
+    assert all(abs(a - b) < 0.05 * a + 0.03 for a, b in zip(one, two, strict=True)), (one, two)
+
+
 # ------------------------------------------------------------------------------------------------------ mistakes
 
 
@@ -122,7 +132,21 @@ def test_sizes_that_do_not_go_into_one_another(arguments: list[str], said: str) 
     tensor_parallel.check(tensor_parallel.parsed([]), 2)
 
 
-@pytest.mark.parametrize("program", ["tensor_parallel.py", "train_llama.py"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokens", "30"], "--tokens 30: a multiple of 4"),
+        (["--heads", "2", "--mode", "a2a"], "--heads 2: a multiple of 4"),
+        (["--hidden", "50"], "--hidden 50: a multiple of 8"),
+    ],
+)
+def test_sequences_that_are_not_cut(arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        context_parallel.check(context_parallel.parsed(arguments), 2)
+    context_parallel.check(context_parallel.parsed([]), 2)
+
+
+@pytest.mark.parametrize("program", ["tensor_parallel.py", "context_parallel.py", "train_llama.py"])
 def test_without_torchrun(program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ALONE:
         monkeypatch.delenv(name, raising=False)

@@ -22,8 +22,8 @@ from tests.recordings import tapes
 WEIGHTS = 2
 #: Calls of a step with quantized weights beyond those of one that casts bf16 weights: for each weight, in both passes
 #: and both of their all-gathers; and in a fused optimizer. Measured on the CPU, and a tenth more. An optimizer's casts
-#: are interpreted, and an interpreted operation looks at all of its arguments in each call (2026-11-27: 5 calls more for
-#: a weight than where a plan remembered them, 17 in mxfp8; a microsecond or two).
+#: are interpreted, and an interpreted operation looks at all of its arguments in each call (2026-11-27: 5 calls more
+#: for a weight than where a plan remembered them, 17 in mxfp8; a microsecond or two).
 MORE_IN_PASSES = {"delayed": 45, "current": 49, "block": 58, "mxfp8": 84}
 MORE_IN_OPTIMIZER = {"delayed": 66, "current": 90, "block": 64, "mxfp8": 88}
 SENDING = (

@@ -1,1 +1,1 @@
-"""Sequences that lie cut over ranks: groups, and what becomes of data."""
+"""Context parallelism: one sequence over several ranks. Groups: groups.py; what a program does to its data: data.py."""
