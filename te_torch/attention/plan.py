@@ -183,7 +183,11 @@ def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, c
     _check_tensors(static, key)
     lengths = _lengths_source(key)
     sizes = sizes_of(static, key)
-    _check_bias(key, sizes)
+    ranks = 1
+    if static.context is not None:
+        _refuse_over_ranks(key)
+        ranks = static.context.size  # a bias has this rank's queries and all keys
+    _check_bias(key, sizes._replace(skv=ranks * sizes.skv))
     _check_padding(key, lengths, sizes)
     spec = spec_of(static, key, sizes, switches.deterministic)
     q, k, v, bias = (fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias))
@@ -247,9 +251,8 @@ def spec_of(static: Static, key: Key, sizes: Sizes, deterministic: bool) -> Atte
     return with_mask(spec, key.mask_type, window, key.bottom_right)
 
 
-def _check_context(static: Static, key: Key, spec: AttentionSpec, sizes: Sizes) -> None:
-    """What is refused of a call whose sequences lie cut over ranks."""
-    assert static.context is not None
+def _refuse_over_ranks(key: Key) -> None:
+    """What is given whole, or changes scores or keys, where sequences lie cut over ranks."""
     for given, what, do in (
         (key.mask is not None, "attention_mask", "pass cu_seqlens of the whole sequences, with a mask type of padding"),
         (key.cached or key.pages is not None, "inference_params", "generate on one rank"),
@@ -258,6 +261,11 @@ def _check_context(static: Static, key: Key, spec: AttentionSpec, sizes: Sizes) 
     ):
         if given:
             raise UnsupportedError(OPERATION, f"{what} under context parallelism", "see docs/parallel.md", do)
+
+
+def _check_context(static: Static, key: Key, spec: AttentionSpec, sizes: Sizes) -> None:
+    """What the core's rules refuse."""
+    assert static.context is not None
     tokens = (key.a.shape[0],) * 2 if key.form == "thd" else (sizes.sq, sizes.skv)
     check(Cut(spec, static.context, static.heads, static.groups, tokens))
 

@@ -429,7 +429,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "attention_mask": ({"attn_mask_type": "arbitrary"}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}),
     "cross attention": ({"attention_type": "cross"}, {}),
     "cross attention, causal": ({"attention_type": "cross", "attn_mask_type": "causal"}, {}),
-    "bias": ({}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 8, 8)}),
+    "bias": ({}, {"core_attention_bias_type": "post_scale_bias"}),
     "ALiBi": ({"attn_mask_type": "causal"}, {"core_attention_bias_type": "alibi"}),
     "softmax off-by-one": ({"attn_mask_type": "causal", "softmax_type": "off-by-one"}, {}),
     "softmax learnable": ({"attn_mask_type": "causal", "softmax_type": "learnable"}, {}),
@@ -464,14 +464,18 @@ def cell(rank: Rank, mode: str, group: Any, feature: str) -> tuple[str, float]:
     else:
         cut = lambda t: part(t, rank, 0)  # noqa: E731  a choice of two
     whole = [drawn(rank, *shape).requires_grad_() for shape in shapes]
+    more, own_more = {}, {}
+    if feature == "bias":  # of this rank's queries, for all keys
+        more = {"core_attention_bias": drawn(rank, 1, HEADS, tokens, tokens)}
+        own_more = {"core_attention_bias": part(more["core_attention_bias"], rank, 2)}
     one, spread = (te.DotProductAttention(HEADS, WIDTH, **static) for _ in range(2))
     try:
         spread.set_context_parallel_group(group, cp_comm_type=mode)
         own = [cut(t.detach()).requires_grad_() for t in whole]
-        found = spread(*own, **options)
+        found = spread(*own, **options, **own_more)
     except (ArgumentError, UnsupportedError) as error:
         return str(error), 0.0
-    wanted = one(*whole, **options)
+    wanted = one(*whole, **options, **more)
     outs = [t[0] if isinstance(t, tuple) else t for t in (found, wanted)]
     (outs[0].square().sum() / 8).backward(), (outs[1].square().sum() / 8).backward()
     return "", apart((outs[0], own[2].grad), (cut(outs[1]), cut(whole[2].grad)))  # type: ignore[arg-type]
