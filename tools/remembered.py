@@ -26,7 +26,7 @@ PACKAGES = ("te_core", "te_torch")
 
 #: How many places of a kind there may be. Who removes some lowers it.
 MOST = {
-    "cached function": 23,
+    "cached function": 24,
     "container": 41,
     "rebound name": 22,
     "PlanCache": 6,

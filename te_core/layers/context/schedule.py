@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from te_core.attention import AttentionSpec
@@ -125,7 +124,6 @@ class Schedule:
         return "\n".join(lines)
 
 
-@lru_cache(maxsize=4096)
 def schedule(context: Context, rank: int, spec: AttentionSpec) -> Schedule:
     """The schedule of a rank. Masks and windows are the spec's; keys are as many as queries where it has either."""
     size, place = context.ring, rank // context.heads
