@@ -59,6 +59,7 @@ class Case:
     width: int = 8
     tokens: int = 0  # of all sequences, in the place of `lengths`
     packed: tuple[tuple[int, int], ...] = ()  # chunk and length of each, in the place of `lengths`
+    tail: int = 0  # thd: tokens of no sequence at the end of each rank's
     few_groups: int = 0  # in the place of one or more for each rank
     seed: int = 0
 
@@ -144,8 +145,8 @@ class Tokens(NamedTuple):
 class Side:
     """Where the tokens of queries, or of keys, lie, as a whole and on ranks."""
 
-    def __init__(self, form: str, size: int, sequences: Sequence[Tokens]) -> None:
-        self.form, self.size, self.sequences = form, size, list(sequences)
+    def __init__(self, form: str, size: int, sequences: Sequence[Tokens], tail: int = 0) -> None:
+        self.form, self.size, self.sequences, self.tail = form, size, list(sequences), tail
         self.longest = max((s.padded for s in sequences), default=0)
         self.lengths = np.array([s.length for s in sequences])
         self.cu = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
@@ -178,7 +179,7 @@ class Side:
         """A rank's tokens in their format."""
         parts = [self._own(t, s.chunk, rank) for t, s in zip(values, self.sequences, strict=True)]
         if self.form == "thd":
-            return np.concatenate(parts)
+            return np.concatenate([*parts, np.full((self.tail, *parts[0].shape[1:]), np.nan, parts[0].dtype)])
         return np.ascontiguousarray(np.stack(parts, axis=1 if self.form == "sbhd" else 0))
 
     def whole(self, values: Sequence[Array]) -> Array:
@@ -205,6 +206,8 @@ class Side:
                     made[chunk * s.chunk : (chunk + 1) * s.chunk] = own[half * s.chunk : (half + 1) * s.chunk]
             start += 2 * s.chunk
             found.append(made)
+        if self.form == "thd":
+            assert not any(t[start:].astype(bool).any() for t in ranks), "tokens of no sequence"
         return found
 
     def apart(self, t: Array) -> list[Array]:
@@ -231,8 +234,8 @@ class Batch:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.q_side = Side(case.form, case.size, case.sequences("q"))
-        self.kv_side = Side(case.form, case.size, case.sequences("kv"))
+        self.q_side = Side(case.form, case.size, case.sequences("q"), case.tail)
+        self.kv_side = Side(case.form, case.size, case.sequences("kv"), case.tail)
         random = np.random.default_rng(case.seed)
         values = [(self.q_side, case.heads), (self.kv_side, case.groups), (self.kv_side, case.groups)]
         self.q, self.k, self.v = (side.values(random, n, case.width, case.dtype) for side, n in values)
