@@ -149,6 +149,13 @@ def test_a_bias_goes_round_the_ring(size: int, layout: Any, bias: Any, options: 
     judge(case)
 
 
+@covering(choice=MODES, layout=LAYOUTS, options=[{"softcap": 2.0}, {"value_width": 16}, {"value_width": 4}])
+def test_what_the_attention_inside_has(choice: Any, layout: Any, options: Any) -> None:
+    """Scores that are capped, and values of another width."""
+    (mode, size, inner), (form, mask) = choice, layout
+    judge(Case(mode=mode, size=size, inner=inner, form=form, mask=mask, lengths="odd", **options))
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_slopes_of_a_ranks_heads(size: int) -> None:
     judge(Case(mode="a2a", size=size, bias="alibi", shared=2))

@@ -118,7 +118,7 @@ class Schedule:
             lines[0] += f": 1 of {parts} parts of the heads, in chunks of {parts} chunks"
             lines.append(f"  before: {_bytes(forward[0])}")
         for number, step in enumerate(self.steps):
-            source = "" if step.source is None else f": keys of rank {step.source}"
+            source = "" if step.source is None else f": keys of {'group' if parts > 1 else 'rank'} {step.source}"
             meanwhile = f"; meanwhile {_bytes(around[number])}" if number < len(around) else ""
             lines.append(f"  step {number}{source}{meanwhile}")
             lines += [f"    {_said(call)}" for call in step.calls]
