@@ -26,9 +26,9 @@ PACKAGES = ("te_core", "te_torch")
 
 #: How many places of a kind there may be. Who removes some lowers it.
 MOST = {
-    "cached function": 22,
-    "container": 41,
-    "rebound name": 22,
+    "cached function": 19,
+    "container": 38,
+    "rebound name": 19,
     "PlanCache": 6,
     "plans.get": 3,
     "asks is_compiling": 4,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from te_core import dtypes
 from te_core.errors import UnsupportedError
-from te_core.layers.communicator import Handle
+from te_core.layers.communicator import Handle, as_bytes
 from te_core.layers.meeting import Facts, disagreement
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -28,6 +28,11 @@ from te_torch.runtime import TO_TORCH, piece_to_torch
 def view(t: Tensor) -> torch.Tensor:
     """torch's view of a dense tensor of the core, as a vector."""
     return piece_to_torch(t.reshape(t.size), TO_TORCH[t.dtype]).detach()
+
+
+def moved(t: Tensor) -> torch.Tensor:
+    """The same for what travels as it is: codes of FP8 as bytes, for gloo knows no such type."""
+    return view(as_bytes(t) if t.dtype.itemsize == 1 else t)
 
 
 class Work:
@@ -68,7 +73,7 @@ class GroupCommunicator:
 
     def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
-        return self._begin("all-gather", getattr(dist, ALL_GATHER), view(out), view(part))
+        return self._begin("all-gather", getattr(dist, ALL_GATHER), moved(out), moved(part))
 
     def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
@@ -83,11 +88,11 @@ class GroupCommunicator:
 
     def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
-        return self._begin("all-to-all", dist.all_to_all_single, view(out), view(t))
+        return self._begin("all-to-all", dist.all_to_all_single, moved(out), moved(t))
 
     def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Handle:
         """See `Communicator`."""
-        given, taken = view(t), view(out)
+        given, taken = moved(t), moved(out)
         if to == self.rank == source:
             taken.copy_(given)
             return Work("send", self.group, None)

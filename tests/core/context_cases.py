@@ -59,6 +59,9 @@ class Case:
     width: int = 8
     tokens: int = 0  # of all sequences, in the place of `lengths`
     packed: tuple[tuple[int, int], ...] = ()  # chunk and length of each, in the place of `lengths`
+    softcap: float = 0.0
+    value_width: int = 0  # in the place of `width`
+    tail: int = 0  # thd: tokens of no sequence at the end of each rank's
     few_groups: int = 0  # in the place of one or more for each rank
     seed: int = 0
 
@@ -73,6 +76,10 @@ class Case:
     @property
     def heads(self) -> int:
         return max(self.groups, self.context.heads) * self.shared
+
+    @property
+    def d_v(self) -> int:
+        return self.value_width or self.width
 
     @property
     def padded(self) -> bool:
@@ -93,6 +100,7 @@ class Case:
             right=right,
             padded=self.padded,
             softmax=self.softmax,
+            softcap=self.softcap,
             dropout=self.dropout,
             max_logit=self.max_logit,
             bias=self.bias,
@@ -107,7 +115,7 @@ class Case:
             self.heads,
             self.groups,
             self.width,
-            self.width,
+            self.d_v,
             needs,
             packing=self.packing,
             interleaved=self.packing == "qkv",
@@ -144,8 +152,8 @@ class Tokens(NamedTuple):
 class Side:
     """Where the tokens of queries, or of keys, lie, as a whole and on ranks."""
 
-    def __init__(self, form: str, size: int, sequences: Sequence[Tokens]) -> None:
-        self.form, self.size, self.sequences = form, size, list(sequences)
+    def __init__(self, form: str, size: int, sequences: Sequence[Tokens], tail: int = 0) -> None:
+        self.form, self.size, self.sequences, self.tail = form, size, list(sequences), tail
         self.longest = max((s.padded for s in sequences), default=0)
         self.lengths = np.array([s.length for s in sequences])
         self.cu = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
@@ -178,7 +186,7 @@ class Side:
         """A rank's tokens in their format."""
         parts = [self._own(t, s.chunk, rank) for t, s in zip(values, self.sequences, strict=True)]
         if self.form == "thd":
-            return np.concatenate(parts)
+            return np.concatenate([*parts, np.full((self.tail, *parts[0].shape[1:]), np.nan, parts[0].dtype)])
         return np.ascontiguousarray(np.stack(parts, axis=1 if self.form == "sbhd" else 0))
 
     def whole(self, values: Sequence[Array]) -> Array:
@@ -205,6 +213,8 @@ class Side:
                     made[chunk * s.chunk : (chunk + 1) * s.chunk] = own[half * s.chunk : (half + 1) * s.chunk]
             start += 2 * s.chunk
             found.append(made)
+        if self.form == "thd":
+            assert not any(t[start:].astype(bool).any() for t in ranks), "tokens of no sequence"
         return found
 
     def apart(self, t: Array) -> list[Array]:
@@ -231,12 +241,13 @@ class Batch:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.q_side = Side(case.form, case.size, case.sequences("q"))
-        self.kv_side = Side(case.form, case.size, case.sequences("kv"))
+        self.q_side = Side(case.form, case.size, case.sequences("q"), case.tail)
+        self.kv_side = Side(case.form, case.size, case.sequences("kv"), case.tail)
         random = np.random.default_rng(case.seed)
-        values = [(self.q_side, case.heads), (self.kv_side, case.groups), (self.kv_side, case.groups)]
-        self.q, self.k, self.v = (side.values(random, n, case.width, case.dtype) for side, n in values)
-        self.dy = self.q_side.values(random, case.heads, case.width, case.dtype)
+        sizes = (self.q_side, case.heads, case.width), (self.kv_side, case.groups, case.width)
+        values = [*sizes, (self.kv_side, case.groups, case.d_v)]
+        self.q, self.k, self.v = (side.values(random, n, d, case.dtype) for side, n, d in values)
+        self.dy = self.q_side.values(random, case.heads, case.d_v, case.dtype)
         self.sink = np.linspace(-2, 4, case.heads).astype(np.float32) if case.softmax == "learnable" else None
         self.slopes = np.linspace(0.05, 0.4, case.heads).astype(np.float32) if case.bias == "alibi" else None
         self.rng = np.array([7, 3], np.int64) if case.dropout else None
@@ -257,6 +268,7 @@ class Batch:
             softmax=case.softmax,
             sink=self.sink,
             slopes=self.slopes,
+            softcap=case.softcap,
             bias=self.bias,
         )
         if case.form == "thd":  # not all are of the longest one's length
@@ -400,7 +412,7 @@ def step(case: Case, batch: Batch, rank: int | None, comm: Any, functions: Funct
     out = RT.numpy(outputs[0])
     dq, dk, dv = unpack(case, a, b, c)
     return {
-        "out": out.reshape(*out.shape[:-1], case.heads, case.width),
+        "out": out.reshape(*out.shape[:-1], case.heads, case.d_v),
         "dq": dq,
         "dk": dk,
         "dv": dv,

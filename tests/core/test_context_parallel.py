@@ -149,6 +149,13 @@ def test_a_bias_goes_round_the_ring(size: int, layout: Any, bias: Any, options: 
     judge(case)
 
 
+@covering(choice=MODES, layout=LAYOUTS, options=[{"softcap": 2.0}, {"value_width": 16}, {"value_width": 4}])
+def test_what_the_attention_inside_has(choice: Any, layout: Any, options: Any) -> None:
+    """Scores that are capped, and values of another width."""
+    (mode, size, inner), (form, mask) = choice, layout
+    judge(Case(mode=mode, size=size, inner=inner, form=form, mask=mask, lengths="odd", **options))
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_slopes_of_a_ranks_heads(size: int) -> None:
     judge(Case(mode="a2a", size=size, bias="alibi", shared=2))
@@ -476,12 +483,22 @@ def test_two_communicators_and_no_fewer() -> None:
         ranks.run(lambda rank, comm: step(case, batch, rank, comm[0]))
 
 
-def test_padded_lengths_are_multiples_of_the_chunks() -> None:
-    case = Case(form="thd", mask="padding", lengths="odd")
+@pytest.mark.parametrize("mode", ["p2p", "all_gather", "a2a"])
+def test_padded_lengths_are_multiples_of_the_chunks(mode: str) -> None:
+    case = Case(mode=mode, form="thd", mask="padding", lengths="odd")
     batch = Batch(case)
-    batch.q_side.cu_padded[1] += 1
+    for side in (batch.q_side, batch.kv_side):
+        side.cu_padded[1] += 1
     with pytest.raises(ArgumentError, match="padded lengths that 4, twice the number of ranks, divides"):
         run(case, batch)
+
+
+@covering(choice=CHOICES, mask=["padding", "padding_causal"], window=[None, (5, 0)])
+def test_tokens_of_no_sequence(choice: Any, mask: str, window: Any) -> None:
+    """Behind the last sequence: NaN there shows nowhere, and gives zeros."""
+    mode, size, inner = choice
+    window = window if mode in ("a2a", "all_gather") and "causal" in mask else None
+    judge(Case(mode=mode, size=size, inner=inner, form="thd", mask=mask, lengths="odd", tail=5, window=window))
 
 
 def test_ranks_compare_what_they_attend_to() -> None:

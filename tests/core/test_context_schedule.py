@@ -168,9 +168,13 @@ def test_groups_that_go_to_several_ranks_count_for_each() -> None:
 
 def test_a_schedule_is_explained() -> None:
     said = schedule(Context("p2p", 4), 1, spec(True)).explain(LOAD)
-    assert "step 1: keys of rank 0" in said and "queries 1 and 6 x keys 0, full" in said
-    assert "queries 6 x keys 3-4, full" in said and f"send_recv of k and v: {2 * KV} bytes" in said
+    assert f"step 0: keys of rank 1; meanwhile send_recv of k and v: {2 * KV} bytes" in said
+    assert "step 3: keys of rank 2\n" in said and "queries 1 and 6 x keys 0, full" in said
+    assert "queries 6 x keys 3-4, full" in said
+    assert f"backward: 3 x send_recv of k and v: {2 * KV} bytes, 3 x send_recv of the gradients of k and v" in said
     said = schedule(Context("all_gather", 3), 2, spec(False, (5, 2))).explain(LOAD)
     assert "queries 3 x keys 3, 5 before and 2 behind each query" in said
     said = schedule(Context("a2a+p2p", 4, 2), 3, spec(True)).explain(LOAD)
     assert "1 of 2 parts of the heads, in chunks of 2 chunks" in said
+    assert f"before: all_to_all of q, k and v: {2 * (Q + KV)} bytes" in said
+    assert f"behind: all_to_all of the output: {2 * OUT} bytes" in said

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_core.tape import taped
 from te_core.tools.context_table import FEATURES, asked
 from tests.parallel.ranks import Rank, Ranks
@@ -232,6 +233,59 @@ def captured(rank: Rank, mode: str, recipe: str | None) -> list[str]:
 def test_a_captured_layer(two: Ranks, mode: str, recipe: str | None) -> None:
     """Transfers are part of the graph, and its steps have the bits of eager ones."""
     assert two.run(captured, mode, recipe) == [[], []]
+
+
+def low(rank: Rank, mode: str, name: str) -> list[float]:
+    """Attention in FP8 beside that of whole sequences: differences as shares of root mean squares; equal scales."""
+    torch.manual_seed(0)
+    tokens, width = 2 * CHUNK * rank.world, 128 if rank.device == "cuda" else WIDTH
+    make = {"delayed": DelayedScaling, "current": Float8CurrentScaling}[name]
+    recipe = make(fp8_dpa=True)
+    whole = [drawn(rank, tokens, BATCH, n, width).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
+    dy = drawn(rank, tokens, BATCH, HEADS * width)
+    one, spread = (te.DotProductAttention(HEADS, width, GROUPS, attn_mask_type="causal") for _ in range(2))
+    spread.set_context_parallel_group(dist.group.WORLD, cp_comm_type=mode)
+    own = [part(t.detach(), rank, 0).requires_grad_() for t in whole]
+    for _ in range(4):
+        for t in (*whole, *own):
+            t.grad = None
+        with te.autocast(recipe=recipe):
+            expected = one(*whole)
+        expected.backward(dy)
+        with te.autocast(recipe=recipe):
+            found = spread(*own)
+        found.backward(part(dy, rank, 0))
+    pairs = zip((found, *[t.grad for t in own]), (expected, *[t.grad for t in whole]), strict=True)
+    far = [((a.float() - part(b, rank, 0).float()).norm() / part(b, rank, 0).float().norm()).item() for a, b in pairs]
+    state = torch.cat([t.flatten() for t in (spread.fp8_state.scale_fwd, spread.fp8_state.scale_bwd)])
+    least, most = state.clone(), state.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN), dist.all_reduce(most, dist.ReduceOp.MAX)
+    assert torch.equal(least, most), "ranks have other scales"
+    return far
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.parametrize("mode", ["p2p", "all_gather", "a2a"])
+def test_low_precision(two: Ranks, mode: str, name: str) -> None:
+    """Within what FP8 itself rounds, and under the same scales on all ranks."""
+    for far in two.run(low, mode, name):
+        assert max(far) < 0.12, far
+
+
+def without_reduction(rank: Rank) -> str:
+    q, k = drawn(rank, 4, BATCH, HEADS, WIDTH), drawn(rank, 4, BATCH, GROUPS, WIDTH)
+    module = attention(cp_group=dist.group.WORLD)
+    try:
+        with te.autocast(recipe=DelayedScaling(fp8_dpa=True, reduce_amax=False)):
+            module(q, k, k)
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_scales_of_one_rank_are_refused(pair: Ranks) -> None:
+    for said in pair.run(without_reduction):
+        assert "reduce_amax=True" in said and "leave reduce_amax out" in said
 
 
 # ------------------------------------------------------------------------------------------------ other options

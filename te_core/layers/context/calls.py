@@ -48,7 +48,13 @@ class Sides(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
+def planned(context: Context, rank: int, bounds: tuple[int, int], packed: bool) -> tuple[Schedule, tuple[Sides, ...]]:
+    """(the schedule of a rank, what its calls attend with). `bounds`: of the band, left and right."""
+    made = schedule(context, rank, AttentionSpec(1.0, left=bounds[0], right=bounds[1]))
+    return made, sides(made, packed)
+
+
 def sides(made: Schedule, packed: bool) -> tuple[Sides, ...]:
     """All calls of a schedule, in order."""
     size, rank = made.context.ring, made.rank // made.context.heads
@@ -261,14 +267,15 @@ class Problem:
         self,
         rt: Runtime,
         core: AttentionSpec,
-        made: Schedule,
+        at: tuple[Context, int],
         terms: Terms,
         tokens: tuple[Tensor, Tensor],
         products: Products,
     ) -> None:
-        """`tokens`: q and k of this rank."""
-        self.rt, self.core, self.schedule, self.terms, self.products = rt, core, made, terms, products
-        self.sides = sides(made, core.q_format == "thd")
+        """`at`: the context and this rank. `tokens`: its q and k."""
+        self.rt, self.core, self.terms, self.products = rt, core, terms, products
+        made, self.sides = planned(*at, (core.left, core.right), core.q_format == "thd")
+        self.schedule = made
         size, lengths = made.context.ring, terms.lengths
         self.q_lengths = self.kv_lengths = None
         if lengths is not None:
@@ -440,8 +447,7 @@ def attentions(core: AttentionSpec, context: Context, size: Sizes) -> list[tuple
         return [(core, size._replace(sq=core.max_q, skv=core.max_kv) if packed else size)]
     found: dict[tuple[AttentionSpec, Sizes], None] = {}
     for rank in range(0, context.size, parts):
-        plain = AttentionSpec(1.0, left=core.left, right=core.right)
-        for side in sides(schedule(context, rank, plain), packed):
+        for side in planned(context, rank, (core.left, core.right), packed)[1]:
             queries, keys = _call_tokens(side, context, size, packed)
             spec = call_spec(core, side, queries, keys)
             found[spec, size._replace(sq=spec.max_q or queries, skv=spec.max_kv or keys)] = None
@@ -459,7 +465,6 @@ def _call_tokens(side: Sides, context: Context, size: Sizes, packed: bool) -> tu
     return size.sq // 2 * len(call.queries), size.skv // 2 * len(call.keys)
 
 
-@lru_cache(maxsize=4096)
 def _spec(
     core: AttentionSpec, bounds: tuple[int, int], bottom_right: bool, longest: tuple[int, int], backward: bool
 ) -> AttentionSpec:

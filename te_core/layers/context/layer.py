@@ -16,7 +16,7 @@ from te_core.layers.context import gather, ring
 from te_core.layers.context.calls import Logits, Problem
 from te_core.layers.context.exchange import Exchange
 from te_core.layers.context.products import Plain, Products, Three
-from te_core.layers.context.schedule import Context, schedule
+from te_core.layers.context.schedule import Context
 from te_core.ops import raw as ops
 from te_core.ops.attention_terms import Terms
 from te_core.runtime import Runtime
@@ -57,9 +57,7 @@ class Place:
 
     def _problem(self, parts: Three, products: Products) -> Problem:
         """This rank's calls."""
-        plain = AttentionSpec(1.0, left=self.core.left, right=self.core.right)  # what a schedule depends on
-        made = schedule(self.context, self.rank, plain)
-        return Problem(self.rt, self.core, made, self.terms, parts[:2], products)
+        return Problem(self.rt, self.core, (self.context, self.rank), self.terms, parts[:2], products)
 
     def _drawn(self) -> Terms:
         """The terms with this rank's own random pair."""

@@ -14,9 +14,9 @@ attention on them. Every (query, key) pair that the mask lets be seen stands in 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from te_core.attention import AttentionSpec
@@ -110,22 +110,29 @@ class Schedule:
         return [*found[:middle], *_around(self.context, load, backward), *found[middle:]]
 
     def explain(self, load: Load) -> str:
-        """Steps, calls and bytes in words."""
-        parts = self.context.heads
+        """Steps, calls and bytes in words; of backward what it hands over besides."""
+        parts, forward = self.context.heads, self.transfers(load)
+        around = [t for t in forward if t.operation != "all_to_all"]
         lines = [f"{self.context.mode} over {self.context.size} ranks, rank {self.rank}"]
         if parts > 1:
             lines[0] += f": 1 of {parts} parts of the heads, in chunks of {parts} chunks"
+            lines.append(f"  before: {_bytes(forward[0])}")
         for number, step in enumerate(self.steps):
-            source = "" if step.source is None else f": keys of rank {step.source}"
-            lines.append(f"  step {number}{source}")
+            source = "" if step.source is None else f": keys of {'group' if parts > 1 else 'rank'} {step.source}"
+            meanwhile = f"; meanwhile {_bytes(around[number])}" if number < len(around) else ""
+            lines.append(f"  step {number}{source}{meanwhile}")
             lines += [f"    {_said(call)}" for call in step.calls]
-        for name, backward in (("forward", False), ("backward", True)):
-            lines.append(f"  {name} hands over")
-            lines += [f"    {t.operation} of {t.what}: {t.nbytes} bytes" for t in self.transfers(load, backward)]
+        if parts > 1:
+            lines.append(f"  behind: {_bytes(forward[-1])}")
+        back = Counter(self.transfers(load, backward=True))
+        lines.append(f"  backward: {', '.join(f'{count} x {_bytes(t)}' for t, count in back.items()) or 'nothing'}")
         return "\n".join(lines)
 
 
-@lru_cache(maxsize=4096)
+def _bytes(t: Transfer) -> str:
+    return f"{t.operation} of {t.what}: {t.nbytes} bytes"
+
+
 def schedule(context: Context, rank: int, spec: AttentionSpec) -> Schedule:
     """The schedule of a rank. Masks and windows are the spec's; keys are as many as queries where it has either."""
     size, place = context.ring, rank // context.heads
