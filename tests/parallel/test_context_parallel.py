@@ -239,7 +239,7 @@ def test_a_captured_layer(two: Ranks, mode: str, recipe: str | None) -> None:
 def low(rank: Rank, mode: str, name: str) -> list[float]:
     """Attention in FP8 beside that of whole sequences: differences as shares of root mean squares; equal scales."""
     torch.manual_seed(0)
-    tokens, width = 2 * CHUNK * rank.world, 128 if rank.device == "cuda" else WIDTH
+    tokens, width = 4 * CHUNK * rank.world, 128 if rank.device == "cuda" else WIDTH
     make = {"delayed": DelayedScaling, "current": Float8CurrentScaling}[name]
     recipe = make(fp8_dpa=True)
     whole = [drawn(rank, tokens, BATCH, n, width).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
