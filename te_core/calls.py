@@ -31,9 +31,10 @@ _MOST_CALLS = 512  # of a layer
 class Argument(NamedTuple):
     """A tensor that a layer takes, in the place where the core's function takes it.
 
-    `shape`: sizes by letters, which mean the same in all arguments of a layer; "..." stands for any sizes in front,
-    "1|B" for 1 or B, "F'" for F or, of a gated activation, 2 F. `dtypes`: "x" that of the first argument, "any" one of
-    `ACTIVATION_DTYPES`, "weight" any of these with a recipe and else x's, or names of types with bars between.
+    `shape`: sizes by letters, which mean the same in all arguments of a layer; "..." and "LEAD" stand for any sizes in
+    front, the same ones each time, "*" for any others, "1|B" for 1 or B, "F'" for F or, of a gated activation, 2 F.
+    `dtypes`: "x" that of the first argument, "any" one of `ACTIVATION_DTYPES`, "weight" any of these with a recipe and
+    else x's, or names of types with bars between.
     """
 
     name: str  # "": not offered, and never there
@@ -227,11 +228,9 @@ def precision_of(name: str, recipe: Recipe | None) -> Precision | None:
 
 def _clamp(asked: Asked) -> Clamp | None:
     values = [asked.options[name] for name in ("limit", "alpha", "glu_linear_offset")]
-    return (
-        None
-        if values == [None] * 3
-        else Clamp(*[d if v is None else float(v) for v, d in zip(values, Clamp(), strict=True)])
-    )
+    if values == [None] * 3:
+        return None
+    return Clamp(*[float(b if a is None else a) for a, b in zip(values, Clamp(), strict=True)])
 
 
 def _norm_linear_spec(asked: Asked) -> norm_linear.NormLinearSpec:
@@ -359,7 +358,7 @@ _ATTENTION = (
     Argument("k", "b", "LEAD' G D", strided=True),
     Argument("v", "c", "LEAD' G V", strided=True),
     Argument("core_attention_bias", "bias", "1|B 1|H 1|Q S", optional=True),
-    Argument("alibi_slopes", "slopes", "... H", "float32", optional=True, gradient=False),
+    Argument("alibi_slopes", "slopes", "* H", "float32", optional=True, gradient=False),
     Argument("softmax_offset", "sink", "H", "float32", optional=True),
     *[
         Argument(name, core, "C", "int32", optional=True, gradient=False)
@@ -401,7 +400,7 @@ _SOFTMAX_OPTIONS = {
 }
 _ROPE = (
     Argument("t", "t", "... D", strided=True),
-    Argument("freqs", "freqs", "... R", "float32", gradient=False),
+    Argument("freqs", "freqs", "* R", "float32", gradient=False),
     _CU,
     Argument("start_positions", "start_positions", "P", "int32", optional=True, gradient=False),
 )
@@ -420,7 +419,7 @@ def _layernorm(name: str, *arguments: Argument) -> Layer:
 
 def _table() -> tuple[Layer, ...]:
     weight = Argument("weight", "gamma", "K", "any")
-    bias = Argument("bias", "beta", "K", "any", optional=True)
+    bias = Argument("bias", "beta", "K", "any")
     return (
         Layer(
             "linear",

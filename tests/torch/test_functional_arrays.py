@@ -1,0 +1,115 @@
+"""`te_core.functional` on arrays of other libraries: the same bits as on NumPy's, in their memory, without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from te_core import ArgumentError, Tensor, dtypes
+from te_core import functional as te
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_core.tensor import CPU
+
+DRAW = np.random.default_rng(0)
+X, W, B = (DRAW.standard_normal(shape).astype(np.float32) for shape in ((2, 8, 32), (16, 32), (16,)))
+
+
+def as_jax(array: Any) -> Any:
+    return pytest.importorskip("jax").numpy.asarray(array)
+
+
+def as_core(array: Any) -> Tensor:
+    return Tensor(array.ctypes.data, array.shape, dtypes.float32, CPU, array)
+
+
+class Lender:
+    """Speaks DLPack, and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+LIBRARIES: dict[str, tuple[Any, Any]] = {
+    "torch": (torch.from_numpy, torch.Tensor),
+    "jax": (as_jax, Tensor),
+    "te_core": (as_core, Tensor),
+    "dlpack": (Lender, Tensor),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), DelayedScaling(amax_history_len=2)])
+def test_equal_bits(library: str, recipe: Any) -> None:
+    make, kind = LIBRARIES[library]
+    wanted: dict[str, Any] = {}
+    for convert in (lambda array: array, make):
+        x, w, b = map(convert, (X, W, B))
+        scaling = te.Scaling(recipe, te.linear, like=x) if recipe is not None else None
+        y, back = te.linear(x, w, b, recipe=recipe, scaling=scaling)
+        found = {"y": y, **back(convert(np.ones((2, 8, 16), np.float32)))}
+        if scaling is not None:
+            te.update(scaling)
+            found |= scaling.arrays()
+        if wanted:
+            assert {type(array) for array in found.values()} == {kind}
+            assert all(np.array_equal(np.asarray(array), wanted[name]) for name, array in found.items())
+        wanted = found
+
+
+def test_torchs_results_lie_in_torchs_memory() -> None:
+    x = torch.randn(4, 2, 32, dtype=torch.bfloat16)
+    y, back = te.layernorm(x, torch.ones(32), torch.zeros(32))
+    assert y.dtype is torch.bfloat16 and y.shape == x.shape and y.is_contiguous()
+    y += 1
+    assert back(torch.zeros_like(x))["weight"].dtype is torch.float32
+    part, _ = te.rope(torch.randn(4, 2, 3, 8), torch.zeros(4, 8))
+    assert part.untyped_storage().nbytes() == part.numel() * 4
+
+
+def test_a_buffer_of_torchs_is_added_to() -> None:
+    x, w = torch.from_numpy(X), torch.from_numpy(W)
+    _, back = te.linear(x, w, needs="weight")
+    main = torch.ones(16, 32)
+    grads = back(torch.ones(2, 8, 16), into={"weight": main}, accumulate=True)
+    assert grads["weight"] is main
+    torch.testing.assert_close(main, 1 + x.sum((0, 1)).expand(16, 32), rtol=1e-4, atol=1e-4)
+
+
+def test_jax_arrays_are_not_written_to() -> None:
+    x, w = map(as_jax, (X, W))
+    _, back = te.linear(x, w)
+    with pytest.raises(ArgumentError, match="in read-only memory"):
+        back(as_jax(np.ones((2, 8, 16), np.float32)), into={"weight": as_jax(W)})
+
+
+def test_what_torch_may_not_lend() -> None:
+    x = torch.randn(4, 32)
+    for wrong, said in (
+        (torch.randn(4, 32, requires_grad=True), "requires grad"),
+        (torch.randn(4, 32, device="meta"), "meta"),
+        (torch.randn(32, 4).t(), "dense arrays"),
+        (torch.randn(4, 32).to_sparse(), "x"),
+    ):
+        with pytest.raises(ArgumentError, match=f"(?s){said}.*To do"):
+            te.l2_norm(wrong)
+    with pytest.raises(ArgumentError, match="weight"):
+        te.linear(x, torch.nn.Parameter(torch.randn(8, 32)))
+
+
+def test_what_jax_may_not_lend() -> None:
+    jax = pytest.importorskip("jax")
+    gone = jax.numpy.ones((4, 32))
+    gone.delete()
+    with pytest.raises(ArgumentError, match="(?s)x of type.*deleted.*To do"):
+        te.l2_norm(gone)
+    with pytest.raises(ArgumentError, match="x of type"):
+        jax.jit(lambda x: te.l2_norm(x)[0])(jax.numpy.ones((4, 32)))
