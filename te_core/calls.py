@@ -290,6 +290,23 @@ def _softmax_spec(asked: Asked) -> softmax.SoftmaxSpec:
     return softmax.SoftmaxSpec(float(o["scale"]), band_of(o["causal"], left, right), "softmax_offset" in asked.needs)
 
 
+def _rope_spec(asked: Asked) -> rope.RopeSpec:
+    return rope.RopeSpec(asked.options["tensor_format"], asked.options["interleaved"])
+
+
+def _activation_spec(asked: Asked) -> activation.ActivationLayerSpec:
+    return activation.ActivationLayerSpec(asked.options["activation"], _clamp(asked))
+
+
+def _l2_spec(asked: Asked) -> l2_norm.L2NormSpec:
+    return l2_norm.L2NormSpec(float(asked.options["eps"]))
+
+
+def _add_spec(asked: Asked) -> AddSpec:
+    needs = BranchNeeds(*[name in asked.needs for name in ("x", "bias", "residual")])
+    return AddSpec(float(asked.options["hidden_dropout"]), needs)
+
+
 def _stochastic(asked: Asked) -> bool:
     """Whether gradients are rounded by draws."""
     grad = None if asked.precision is None else asked.precision.grad
@@ -406,142 +423,62 @@ _ROPE = (
 )
 
 
-def _norm_of(kind: str) -> Callable[[Asked], NormSpec]:
-    return lambda asked: asked.norm(kind)
+def _layer(
+    name: str,
+    functions: Any,
+    about: str,
+    arguments: tuple[Argument, ...],
+    options: dict[str, Option],
+    spec: Any,
+    **more: Any,
+) -> Layer:
+    return Layer(name, functions.forward, functions.backward, arguments, options, spec, about=about, **more)
 
 
-def _layernorm(name: str, *arguments: Argument) -> Layer:
-    kind = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[name]
-    return Layer(
-        name, norm.forward, norm.backward, arguments, _NORM, _norm_of(kind), about=f"{kind} over the last dimension"
-    )
+def _product(asked: Asked) -> LinearSpec:
+    return asked.linear("weight", "bias", "x")
 
 
-def _table() -> tuple[Layer, ...]:
-    weight = Argument("weight", "gamma", "K", "any")
-    bias = Argument("bias", "beta", "K", "any")
-    return (
-        Layer(
-            "linear",
-            linear.forward,
-            linear.backward,
-            _LINEAR,
-            {},
-            lambda asked: asked.linear("weight", "bias", "x"),
-            products=("weight",),
-            draws=_stochastic,
-            writes=_WRITES,
-            about="y = x w^T + b",
-        ),
-        _layernorm("layernorm", _X, weight, bias),
-        _layernorm("rmsnorm", _X, weight, Argument("", "beta", optional=True, gradient=False)),
-        Layer(
-            "layernorm_linear",
-            norm_linear.forward,
-            norm_linear.backward,
-            _NORM_LINEAR,
-            _BEFORE,
-            _norm_linear_spec,
-            outputs=("y", "normed", "stream"),
-            products=("weight",),
-            draws=lambda asked: _stochastic(asked) or _dropped(asked),
-            writes=_WRITES,
-            about="y = norm(x) w^T + b",
-        ),
-        Layer(
-            "layernorm_mlp",
-            mlp.forward,
-            mlp.backward,
-            _MLP,
-            _BEFORE | {"activation": Option("gelu", str, KINDS), **_CLAMP, "checkpoint": _FLAG},
-            _mlp_spec,
-            outputs=("y", "normed", "stream"),
-            products=("fc1_weight", "fc2_weight"),
-            draws=lambda asked: _stochastic(asked) or _dropped(asked),
-            releases=True,
-            writes=_WRITES,
-            about="y = act(norm(x) w1^T + b1) w2^T + b2",
-        ),
-        Layer(
-            "grouped_linear",
-            grouped_linear.forward,
-            grouped_linear.backward,
-            _GROUPED,
-            {"num_gemms": _IMPLIED},
-            _grouped_spec,
-            products=("weight",),
-            draws=_stochastic,
-            writes=_WRITES,
-            about="y_i = x_i w_i^T + b_i over groups of rows",
-        ),
-        Layer(
-            "attention",
-            attention.forward,
-            attention.backward,
-            _ATTENTION,
-            _ATTENTION_OPTIONS,
-            _attention_spec,
-            draws=lambda asked: bool(asked.options["attention_dropout"]),
-            about="softmax(q k^T) v, with the heads of a token side by side in y",
-        ),
-        Layer(
-            "rope",
-            rope.forward,
-            rope.backward,
-            _ROPE,
-            {"tensor_format": Option("sbhd", str, FORMATS), "interleaved": _FLAG},
-            lambda asked: rope.RopeSpec(asked.options["tensor_format"], asked.options["interleaved"]),
-            about="heads turned by the angles of their tokens",
-        ),
-        Layer(
-            "softmax",
-            softmax.forward,
-            softmax.backward,
-            _SOFTMAX,
-            _SOFTMAX_OPTIONS,
-            _softmax_spec,
-            about="softmax of attention scores",
-        ),
-        Layer(
-            "activation",
-            activation.forward,
-            activation.backward,
-            (_X,),
-            {"activation": Option("gelu", str, KINDS), **_CLAMP},
-            lambda asked: activation.ActivationLayerSpec(asked.options["activation"], _clamp(asked)),
-            about="an activation; a gated one halves the last dimension",
-        ),
-        Layer(
-            "l2_norm",
-            l2_norm.forward,
-            l2_norm.backward,
-            (_X,),
-            {"eps": Option(1e-6, float, least=0.0)},
-            lambda asked: l2_norm.L2NormSpec(float(asked.options["eps"])),
-            about="y = x / sqrt(sum(x^2) + eps)",
-        ),
-        Layer(
-            "bias_dropout_add",
-            added.forward,
-            added.backward,
-            (
-                _X,
-                Argument("bias", "bias", "K", optional=True),
-                Argument("residual", "residual", "... K", optional=True),
-                _DRAWS,
-            ),
-            {"hidden_dropout": _PART},
-            lambda asked: AddSpec(
-                float(asked.options["hidden_dropout"]),
-                BranchNeeds(*[name in asked.needs for name in ("x", "bias", "residual")]),
-            ),
-            draws=_dropped,
-            about="y = residual + dropout(x + bias)",
-        ),
-    )
+def _draws(asked: Asked) -> bool:
+    return _stochastic(asked) or _dropped(asked)
 
 
-LAYERS: dict[str, Layer] = {layer.name: layer for layer in _table()}
+_PRODUCT: dict[str, Any] = {"products": ("weight",), "draws": _stochastic, "writes": _WRITES}
+_BEHIND: dict[str, Any] = {"outputs": ("y", "normed", "stream"), "draws": _draws, "writes": _WRITES}
+_GAMMA_BETA = Argument("weight", "gamma", "K", "any"), Argument("bias", "beta", "K", "any")
+_RMSNORM = _X, _GAMMA_BETA[0], Argument("", "beta", optional=True, gradient=False)
+_MORE = Argument("bias", "bias", "K", optional=True), Argument("residual", "residual", "... K", optional=True)
+_ACTIVATION = {"activation": Option("gelu", str, KINDS), **_CLAMP}
+_ROPE_OPTIONS = {"tensor_format": Option("sbhd", str, FORMATS), "interleaved": _FLAG}
+_MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG}
+_EACH = {"num_gemms": _IMPLIED}
+_ENTRIES = (
+    _layer("linear", linear, "y = x w^T + b", _LINEAR, {}, _product, **_PRODUCT),
+    _layer("layernorm", norm, "LayerNorm of rows", (_X, *_GAMMA_BETA), _NORM, lambda asked: asked.norm("LayerNorm")),
+    _layer("rmsnorm", norm, "RMSNorm of rows", _RMSNORM, _NORM, lambda asked: asked.norm("RMSNorm")),
+    _layer(
+        "layernorm_linear", norm_linear, "y = norm(x) w^T + b", _NORM_LINEAR, _BEFORE, _norm_linear_spec,
+        products=("weight",), **_BEHIND,
+    ),
+    _layer(
+        "layernorm_mlp", mlp, "y = act(norm(x) w1^T + b1) w2^T + b2", _MLP, _MLP_OPTIONS, _mlp_spec,
+        products=("fc1_weight", "fc2_weight"), releases=True, **_BEHIND,
+    ),
+    _layer("grouped_linear", grouped_linear, "y_i = x_i w_i^T + b_i", _GROUPED, _EACH, _grouped_spec, **_PRODUCT),
+    _layer(
+        "attention", attention, "softmax(q k^T) v, the heads of a token side by side", _ATTENTION, _ATTENTION_OPTIONS,
+        _attention_spec, draws=lambda asked: bool(asked.options["attention_dropout"]),
+    ),
+    _layer("rope", rope, "heads turned by their tokens' angles", _ROPE, _ROPE_OPTIONS, _rope_spec),
+    _layer("softmax", softmax, "softmax of attention scores", _SOFTMAX, _SOFTMAX_OPTIONS, _softmax_spec),
+    _layer("activation", activation, "act(x); a gated one halves rows", (_X,), _ACTIVATION, _activation_spec),
+    _layer("l2_norm", l2_norm, "x / sqrt(sum(x^2) + eps)", (_X,), {"eps": Option(1e-6, float, least=0.0)}, _l2_spec),
+    _layer(
+        "bias_dropout_add", added, "residual + dropout(x + bias)", (_X, *_MORE, _DRAWS), {"hidden_dropout": _PART},
+        _add_spec, draws=_dropped,
+    ),
+)  # fmt: skip
+LAYERS = {layer.name: layer for layer in _ENTRIES}
 
 
 def table() -> str:

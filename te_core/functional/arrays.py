@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,8 +108,12 @@ class _CupyMemory:
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """A block of the pool."""
-        with self.cupy.cuda.Device(self.device.index), self.cupy.cuda.ExternalStream(stream):
-            block = self.cupy.empty(max(1, dtype.nbytes(_count(shape))), np.uint8)
+        nbytes, cuda = max(1, dtype.nbytes(prod(shape))), self.cupy.cuda
+        if cuda.get_current_stream().ptr == stream and cuda.runtime.getDevice() == self.device.index:
+            block = self.cupy.empty(nbytes, np.uint8)
+        else:
+            with cuda.Device(self.device.index), cuda.ExternalStream(stream):
+                block = self.cupy.empty(nbytes, np.uint8)
         return Tensor(block.data.ptr, tuple(shape), dtype, self.device, block)
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
@@ -121,17 +126,12 @@ class _CupyMemory:
         return self
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
-
-
 def _read_cupy(array: Any) -> Tensor:
     dtype, shape = dtypes.dtype(array.dtype), array.shape
     strides = None
     if not array.flags.c_contiguous:
+        if any(step % dtype.itemsize for step in array.strides):
+            raise ArgumentError("read", f"byte strides {array.strides}", "strides of whole elements", "copy the array")
         strides = tuple(step // dtype.itemsize for step in array.strides)
     return Tensor(array.data.ptr, shape, dtype, cuda_device(array.device.id), array, strides)
 

@@ -254,7 +254,13 @@ class Function:
         rule = None if precision is None else precision.weight
         for name, q in {**{n: w for n, w in weights.items() if isinstance(w, QuantizedTensor)}, **beside}.items():
             both = isinstance(q, QuantizedTensor) and q.rowwise is not None and q.columnwise is not None
-            if rule is None or not both or q.block is None or q.format is not rule.format:
+            if (
+                rule is None
+                or not both
+                or q.block is None
+                or q.format is not rule.format
+                or q.block.device is not rt.device
+            ):
                 allowed = (
                     f"{rule and rule.format} in both copies, as te.quantize(weight, recipe) makes it for this recipe"
                 )
