@@ -479,15 +479,3 @@ _ENTRIES = (
     ),
 )  # fmt: skip
 LAYERS = {layer.name: layer for layer in _ENTRIES}
-
-
-def table() -> str:
-    """The table as documents show it."""
-    lines = ["| function | takes | options | gradients |", "|---|---|---|---|"]
-    for layer in LAYERS.values():
-        takes = [f"`{a.name}`" + (" (or none)" if a.optional else "") for a in layer.offered()]
-        options = [f"`{name}={o.default!r}`" for name, o in layer.options.items() if not o.implied]
-        gradients = [f"`{a.name}`" for a in layer.offered() if a.gradient]
-        cells = f"`{layer.name}`: {layer.about}", ", ".join(takes), ", ".join(options), ", ".join(gradients)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

@@ -95,6 +95,26 @@ def _read_core(tensor: Any) -> Tensor:
     raise ArgumentError("read", what, "arrays and te_core.Tensors", do)
 
 
+# ------------------------------------------------------------------------- libraries with memory of their own
+
+
+def _runtimes(device: Device) -> dict[Any, Runtime]:
+    return {}
+
+
+def _kept(device: Device, memory: Any, stream: int) -> Runtime:
+    """The runtime of a library's memory on a stream."""
+    runtimes = device.of(_runtimes)
+    found = runtimes.get((memory, stream))
+    if found is None:
+        if len(runtimes) >= _MOST_STREAMS:
+            runtimes.clear()
+        allocator = memory(device)
+        made = Runtime.cpu(allocator) if device is CPU else Runtime.cuda(device.index, stream, allocator)
+        found = runtimes.setdefault((memory, stream), made)
+    return found
+
+
 # ---------------------------------------------------------------------------------------------------- CuPy
 
 
@@ -136,24 +156,8 @@ def _read_cupy(array: Any) -> Tensor:
     return Tensor(array.data.ptr, shape, dtype, cuda_device(array.device.id), array, strides)
 
 
-def _cupy_runtimes(device: Device) -> dict[int, Runtime]:
-    return {}
-
-
 def _cupy_runtime(device: Device) -> Runtime:
-    if device is CPU:
-        return Runtime.cpu()
-    stream = sys.modules["cupy"].cuda.get_current_stream().ptr
-    return _kept(device.of(_cupy_runtimes), stream, lambda: Runtime.cuda(device.index, stream, _CupyMemory(device)))
-
-
-def _kept(runtimes: dict[int, Runtime], stream: int, make: Callable[[], Runtime]) -> Runtime:
-    found = runtimes.get(stream)
-    if found is None:
-        if len(runtimes) >= _MOST_STREAMS:
-            runtimes.clear()
-        found = runtimes.setdefault(stream, make())
-    return found
+    return _kept(device, _CupyMemory, 0 if device is CPU else sys.modules["cupy"].cuda.get_current_stream().ptr)
 
 
 def _give_cupy(tensor: Tensor) -> Any:
@@ -211,15 +215,9 @@ def _read_torch(array: Any) -> Tensor:
     return Tensor(array.data_ptr(), tuple(array.shape), dtypes.dtype(array.dtype), device, array, strides)
 
 
-def _torch_runtimes(device: Device) -> dict[int, Runtime]:
-    return {}
-
-
 def _torch_runtime(device: Device) -> Runtime:
-    if device is CPU:
-        return _kept(device.of(_torch_runtimes), 0, lambda: Runtime.cpu(_TorchMemory(device)))
-    stream = sys.modules["torch"].cuda.current_stream(device.index).cuda_stream
-    return _kept(device.of(_torch_runtimes), stream, lambda: Runtime.cuda(device.index, stream, _TorchMemory(device)))
+    cuda = sys.modules["torch"].cuda
+    return _kept(device, _TorchMemory, 0 if device is CPU else cuda.current_stream(device.index).cuda_stream)
 
 
 def _give_torch(tensor: Tensor) -> Any:

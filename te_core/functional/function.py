@@ -182,12 +182,10 @@ class Function:
         check_all(contract, [(a, tensors[a.name]) for a in self._arguments.values()])
         for name in [n for n in self._arguments if n.startswith("cu_seqlens") and tensors[n] is not None]:
             check_offsets(self.__name__, name, tensors[name], self._tokens(name, tensors, settled))
-        if settled.get("normalization") and (settled["normalization"] == "LayerNorm") != (
-            tensors["layer_norm_bias"] is not None
-        ):
-            got = f"{settled['normalization']} with" + "out" * (tensors["layer_norm_bias"] is None) + " layer_norm_bias"
-            allowed, do = "a layer_norm_bias for LayerNorm, none for RMSNorm", 'correct it, or normalization="RMSNorm"'
-            raise ArgumentError(self.__name__, got, allowed, do)
+        kind, without = settled.get("normalization"), tensors.get("layer_norm_bias") is None
+        if kind is not None and (kind == "LayerNorm") == without:
+            got, do = f"{kind} with{'out' * without} layer_norm_bias", "correct normalization or the bias"
+            raise ArgumentError(self.__name__, got, "one for LayerNorm, none for RMSNorm", do)
         if tensors.get("residual_bias") is not None and tensors.get("residual") is None:
             raise ArgumentError(self.__name__, "residual_bias alone", "it beside residual", "pass residual, too")
 
@@ -205,14 +203,11 @@ class Function:
         possible = frozenset(n for n, a in self._arguments.items() if a.gradient and tensors[n] is not None)
         if needs is None:
             return possible
-        listed: Any = (needs,) if isinstance(needs, str) else needs
-        wanted = frozenset(listed if isinstance(listed, (tuple, list, set, frozenset)) else [repr(listed)])
+        listed: Any = needs if isinstance(needs, Iterable) and not isinstance(needs, str) else (needs,)
+        wanted = frozenset(name if isinstance(name, str) else repr(name) for name in listed)
         if not wanted <= possible:
-            got, allowed = (
-                f"needs={sorted(map(str, wanted - possible))}",
-                ", ".join(n for n in self._arguments if n in possible),
-            )
-            raise ArgumentError(self.__name__, got, allowed, "name arguments that were given and have a gradient")
+            allowed, do = ", ".join(n for n in self._arguments if n in possible), "name arguments that have a gradient"
+            raise ArgumentError(self.__name__, f"needs={sorted(wanted - possible)}", allowed, do)
         return wanted
 
     def _implied(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,22 +248,13 @@ class Function:
             raise ArgumentError(op, got, f"a dict by {', '.join(weights)}", "correct the names")
         rule = None if precision is None else precision.weight
         for name, q in {**{n: w for n, w in weights.items() if isinstance(w, QuantizedTensor)}, **beside}.items():
-            both = isinstance(q, QuantizedTensor) and q.rowwise is not None and q.columnwise is not None
-            if (
-                rule is None
-                or not both
-                or q.block is None
-                or q.format is not rule.format
-                or q.block.device is not rt.device
-            ):
-                allowed = (
-                    f"{rule and rule.format} in both copies, as te.quantize(weight, recipe) makes it for this recipe"
-                )
+            right = isinstance(q, QuantizedTensor) and None not in (rule, q.rowwise, q.columnwise, q.block)
+            if not right or q.format is not rule.format or q.block.device is not rt.device:  # type: ignore[union-attr]
+                allowed = f"{rule and rule.format} in both copies, as te.quantize(weight, recipe) makes it"
                 raise ArgumentError(op, f"{name} = {q!r}", allowed, "quantize it by this call's recipe")
             if tuple(q.shape) != tuple(weights[name].shape):
-                raise ArgumentError(
-                    op, f"{name} = {q!r}", f"the weight's shape {weights[name].shape}", "quantize it anew"
-                )
+                allowed = f"the weight's shape {weights[name].shape}"
+                raise ArgumentError(op, f"{name} = {q!r}", allowed, "quantize it anew")
             _check.stored(op, rt.device, name, q)
         return tuple(beside.get(name) for name in weights)
 
@@ -276,11 +262,10 @@ class Function:
 
     def _placed(self, tensors: Mapping[str, Any], made: Call, seed: Any, rt: Runtime) -> list[Any]:
         """The tensors as the core's function takes them, by place."""
-        draws = self._draws(seed, rt) if made.draws else None
         found: list[Any] = []
         for argument in self.layer.arguments:
             if argument.dtypes == "draws":
-                found.append(draws)
+                found.append(self._draws(seed, rt, argument.core) if made.draws else None)
             elif not argument.several:
                 found.append(tensors.get(argument.name))
             else:
@@ -291,15 +276,13 @@ class Function:
                 found.extend([None] * count if given is None else given)
         return found
 
-    def _draws(self, seed: Any, rt: Runtime) -> Tensor:
-        """Seed and offset of the call's random numbers, on the device."""
+    def _draws(self, seed: Any, rt: Runtime, place: str) -> Tensor:
+        """Seed and offset of random numbers, on the device. Of numbers dropout and rounding get pairs of their own."""
         pair = (seed, 0) if type(seed) is int else seed
-        if (
-            isinstance(pair, (tuple, list))
-            and len(pair) == 2
-            and all(type(n) is int and -(1 << 63) <= n < 1 << 63 for n in pair)
-        ):
-            return rt.tensor(np.array(pair, np.int64))
+        listed = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if listed and all(type(n) is int and -(1 << 63) <= n < 1 << 63 for n in pair):
+            apart = 1 << 62 if place == "branch_rng" else 0
+            return rt.tensor(np.array((pair[0] ^ apart, pair[1]), np.int64))
         allowed = "an integer below 2^63, two of them, or an array of two int64 on the device"
         if seed is None or isinstance(pair, (tuple, list, int)):
             do = "pass seed=: another one in each step"
@@ -368,8 +351,7 @@ class Back:
         found: list[Tensor | None] = []
         for i, part in enumerate(parts):
             shape, dtype = kept.outputs[i]
-            t = None if part is None else read(op, "dy", part)
-            rt = self._where.rt
+            t, rt = None if part is None else read(op, "dy", part), self._where.rt
             if t is not None and (
                 t.shape != shape or t.dtype is not dtype or not t.is_contiguous or t.device is not rt.device
             ):

@@ -56,7 +56,12 @@ class ByHand:
         self.case, self.scales = case, scales
         self.dtype = dtypes.dtype(case.dtype)
         self.precision = None if case.recipe is None else resolve(case.recipe)
-        self.rng = self.tensor(np.array(case.options["seed"], np.int64)) if "seed" in case.options else None
+        self.rng = self.branch_rng = None
+        if "seed" in case.options:
+            seed, offset = case.options["seed"]
+            self.rng, self.branch_rng = (
+                from_numpy(np.array(pair, np.int64)) for pair in ((seed, offset), (seed ^ 1 << 62, offset))
+            )
 
     def tensor(self, array: Any) -> Any:
         return None if array is None else from_numpy(array)
@@ -107,7 +112,7 @@ class ByHand:
         spec = norm_linear.NormLinearSpec(
             self.norm(), self.linear("bias" in a), o["return_layernorm_output"], self.stream()
         )
-        inputs = [*self.of(*names), self.rng, *self.of("residual", "residual_bias"), self.rng]
+        inputs = [*self.of(*names), self.rng, *self.of("residual", "residual_bias"), self.branch_rng]
         return self.run((*names, "", "residual", "residual_bias"), norm_linear, spec, inputs, 3)
 
     def of_layernorm_mlp(self, a: Any, o: Any) -> Any:
@@ -121,7 +126,7 @@ class ByHand:
             stream=self.stream(),
             checkpoint=o["checkpoint"],
         )
-        inputs = [*self.of(*names), self.rng, *self.of("residual", "residual_bias"), self.rng]
+        inputs = [*self.of(*names), self.rng, *self.of("residual", "residual_bias"), self.branch_rng]
         return self.run((*names, "", "residual", "residual_bias"), mlp, spec, inputs, 3)
 
     def of_grouped_linear(self, a: Any, o: Any) -> Any:

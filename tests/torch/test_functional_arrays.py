@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 
 from te_core import ArgumentError, Tensor, dtypes
 from te_core import functional as te
+from te_core.functional import arrays
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from te_core.tensor import CPU
+from te_core.tensor import CPU, Device
 
 DRAW = np.random.default_rng(0)
 X, W, B = (DRAW.standard_normal(shape).astype(np.float32) for shape in ((2, 8, 32), (16, 32), (16,)))
@@ -113,3 +115,26 @@ def test_what_jax_may_not_lend() -> None:
         te.l2_norm(gone)
     with pytest.raises(ArgumentError, match="x of type"):
         jax.jit(lambda x: te.l2_norm(x)[0])(jax.numpy.ones((4, 32)))
+
+
+class Cupy:
+    """Stands in for a CuPy array: what the reader asks of one."""
+
+    def __init__(self, array: Any) -> None:
+        self.dtype, self.shape, self.strides, self.flags = array.dtype, array.shape, array.strides, array.flags
+        self.data, self.device = SimpleNamespace(ptr=array.ctypes.data), SimpleNamespace(id=1)
+
+
+def test_how_cupys_arrays_are_read() -> None:
+    """On a GPU examples/functional_cupy.py runs; here is no CuPy to ask."""
+    t = arrays._read_cupy(Cupy(W))
+    assert (t.ptr, t.shape, t.strides, t.dtype, t.device) == (
+        W.ctypes.data,
+        W.shape,
+        None,
+        dtypes.float32,
+        Device("cuda", 1),
+    )
+    assert arrays._read_cupy(Cupy(W.T)).strides == (1, 32)
+    with pytest.raises(ArgumentError, match="byte strides"):
+        arrays._read_cupy(Cupy(np.zeros(4, [("a", "i2"), ("b", "f4")])["b"]))
