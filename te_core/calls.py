@@ -14,7 +14,19 @@ from typing import Any, NamedTuple
 from te_core.attention import FORMATS, MASK_ALIASES, MASKS, SOFTMAX, AttentionSpec, canonical_mask, with_mask
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers import activation, attention, grouped_linear, l2_norm, linear, mlp, norm, norm_linear, rope, softmax
+from te_core.layers import (
+    activation,
+    attention,
+    grouped_linear,
+    l2_norm,
+    linear,
+    mlp,
+    norm,
+    norm_linear,
+    permute,
+    rope,
+    softmax,
+)
 from te_core.layers import residual as added
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.layers.norm import NormSpec
@@ -307,6 +319,11 @@ def _add_spec(asked: Asked) -> AddSpec:
     return AddSpec(float(asked.options["hidden_dropout"]), needs)
 
 
+def _permute_spec(asked: Asked) -> permute.PermuteSpec:
+    o = asked.options
+    return permute.PermuteSpec(o["tokens"], o["rows"], o["map_type"] == "mask")
+
+
 def _stochastic(asked: Asked) -> bool:
     """Whether gradients are rounded by draws."""
     grad = None if asked.precision is None else asked.precision.grad
@@ -450,6 +467,20 @@ _RMSNORM = _X, _GAMMA_BETA[0], Argument("", "beta", optional=True, gradient=Fals
 _MORE = Argument("bias", "bias", "K", optional=True), Argument("residual", "residual", "... K", optional=True)
 _ACTIVATION = {"activation": Option("gelu", str, KINDS), **_CLAMP}
 _ROPE_OPTIONS = {"tensor_format": Option("sbhd", str, FORMATS), "interleaved": _FLAG}
+_ROWS = Option(0, int, least=0, most=2**31 - 1, implied=True)
+_OF_ROUTING = {"map_type": Option("mask", str, ("mask", "index")), "tokens": _ROWS, "rows": _ROWS}
+_PERMUTE = (
+    Argument("x", "x", "T K"),
+    Argument("routing_map", "routing", "T E", "bool|uint8|int32|int64", gradient=False),
+    Argument("probs", "probs", "T E", "any", optional=True),
+)
+_PERMUTE_OPTIONS = {"num_out_tokens": Option(-1, int, least=-1, most=2**31 - 1), **_OF_ROUTING}
+_UNPERMUTE = (
+    Argument("x", "x", "R K"),
+    Argument("row_id_map", "row_map", "* M", "int32", gradient=False),
+    Argument("merging_probs", "weights", "T E", "any", optional=True),
+)
+_UNPERMUTE_OPTIONS = {"num_tokens": Option(None, int, least=0, most=2**31 - 1, none=True), **_OF_ROUTING}
 _MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG}
 _EACH = {"num_gemms": _IMPLIED}
 _ENTRIES = (
@@ -476,6 +507,14 @@ _ENTRIES = (
     _layer(
         "bias_dropout_add", added, "residual + dropout(x + bias)", (_X, *_MORE, _DRAWS), {"hidden_dropout": _PART},
         _add_spec, draws=_dropped,
+    ),
+    _layer(
+        "moe_permute", permute, "a row for each token and expert", _PERMUTE, _PERMUTE_OPTIONS, _permute_spec,
+        outputs=("y", "row_id_map", "permuted_probs"),
+    ),
+    Layer(
+        "moe_unpermute", permute.unpermute_forward, permute.unpermute_backward, _UNPERMUTE, _UNPERMUTE_OPTIONS,
+        _permute_spec, about="each token's rows added up",
     ),
 )  # fmt: skip
 LAYERS = {layer.name: layer for layer in _ENTRIES}

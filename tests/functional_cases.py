@@ -34,7 +34,7 @@ for _recipe in RECIPES.values():
         _recipe.emulate = True
 FUNCTIONS = (
     "linear layernorm rmsnorm layernorm_linear layernorm_mlp grouped_linear attention rope softmax activation l2_norm "
-    "bias_dropout_add"
+    "bias_dropout_add moe_permute moe_unpermute"
 ).split()
 OF_RECIPES = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
 ROWS = (1, 2, 5, 16)
@@ -193,3 +193,23 @@ def _bias_dropout_add(r: random.Random, array: Any, maybe: Any) -> Any:
     lead = _lead(r)
     arrays = {"x": array(*lead, 16), "bias": maybe(array(16)), "residual": maybe(array(*lead, 16))}
     return arrays, {"hidden_dropout": r.choice((0.0, 0.3))}
+
+
+def _routing(r: random.Random, kind: str) -> Any:
+    """Of 6 tokens to 4 experts, two each."""
+    chosen = np.array([r.sample(range(4), 2) for _ in range(6)], np.int32)
+    return chosen if kind == "index" else (chosen[:, :, None] == np.arange(4)).any(1)
+
+
+def _moe_permute(r: random.Random, array: Any, maybe: Any) -> Any:
+    kind = r.choice(("mask", "index"))
+    probs = maybe(array(6, 4, dtype=np.float32)) if kind == "mask" else None
+    options = {"map_type": kind, "num_out_tokens": r.choice((-1, 12, 9, 16))}
+    return {"x": array(6, 16), "routing_map": _routing(r, kind), "probs": probs}, options
+
+
+def _moe_unpermute(r: random.Random, array: Any, maybe: Any) -> Any:
+    kind = r.choice(("mask", "index"))
+    (_, row_map), _ = te.moe_permute(array(6, 16), _routing(r, kind), map_type=kind, needs=())
+    probs = maybe(array(6, 4 if kind == "mask" else 2, dtype=np.float32))
+    return {"x": array(12, 16), "row_id_map": row_map, "merging_probs": probs}, {"map_type": kind, "num_tokens": 6}

@@ -23,6 +23,8 @@ softmax = Function("softmax")
 activation = Function("activation")
 l2_norm = Function("l2_norm")
 bias_dropout_add = Function("bias_dropout_add")
+moe_permute = Function("moe_permute")
+moe_unpermute = Function("moe_unpermute")
 
 __all__ = [
     "Back",
@@ -38,6 +40,8 @@ __all__ = [
     "layernorm_linear",
     "layernorm_mlp",
     "linear",
+    "moe_permute",
+    "moe_unpermute",
     "quantize",
     "rmsnorm",
     "rope",

@@ -116,6 +116,23 @@ def check_offsets(operation: str, name: str, t: Tensor, most: int) -> None:
         )
 
 
+def check_row_map(operation: str, name: str, t: Tensor) -> None:
+    """A map of rows that the host can read leads to rows from 0 on, and to experts that there are (-1: nowhere)."""
+    if t.device is not CPU or not t.size:
+        return
+    values = np.asarray(t.numpy()).astype(np.int64)
+    right = t.ndim == 1 and values.min() >= -1
+    if t.ndim == 2 and t.shape[1] % 2:
+        experts, count = t.shape[1] // 2, values[:, -1:]
+        used = np.arange(experts) < count
+        rows, to = values[:, :experts][used], values[:, experts:-1][used]
+        right = bool((count >= 0).all() and (count <= experts).all() and (rows >= 0).all())
+        right = right and bool(((to >= 0) & (to < experts)).all())
+    if not right:
+        do = "pass the map that moe_permute gave for these tokens"
+        raise ArgumentError(operation, f"{name} = {t!r} with rows or experts that there are not", "a map of rows", do)
+
+
 def check_all(contract: Contract, arguments: Sequence[tuple[Argument, Any]]) -> None:
     """All arguments that are there fit the table and one another."""
     for argument, value in arguments:

@@ -12,7 +12,7 @@ from te_core import dtypes
 from te_core.calls import LAYERS, Call, call, precision_of
 from te_core.errors import ArgumentError
 from te_core.functional.arrays import Library, library_of, read
-from te_core.functional.contract import Contract, check_all, check_offsets
+from te_core.functional.contract import Contract, check_all, check_offsets, check_row_map
 from te_core.functional.scaling import Scaling, check_scaling
 from te_core.layers.grouped_linear import Groups
 from te_core.layers.linear import Sink
@@ -95,7 +95,7 @@ class Function:
         precision = precision_of(op, recipe)
         self._check(tensors, options, precision, where.rt)
         wanted = self._wanted(needs, tensors)
-        options |= self._implied(tensors)
+        options |= self._implied(tensors, options, where.rt)
         made = call(op, options, tensors[self.layer.arguments[0].name].dtype, wanted, recipe)
         keywords: dict[str, Any] = {}
         weights = self._weights(tensors)
@@ -210,9 +210,11 @@ class Function:
             raise ArgumentError(self.__name__, f"needs={sorted(wanted - possible)}", allowed, do)
         return wanted
 
-    def _implied(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def _implied(self, tensors: Mapping[str, Any], given: Mapping[str, Any], rt: Runtime) -> dict[str, Any]:
         """The options that follow from the arguments."""
         options = self.layer.options
+        if "rows" in options:
+            return dict(zip(("tokens", "rows"), self._moved(tensors, given, rt), strict=True))
         if "stream" in options:
             return {"stream": tensors["residual"] is not None}
         if "num_gemms" in options:
@@ -224,6 +226,29 @@ class Function:
         if min(sizes.values()) < 1:
             raise ArgumentError(self.__name__, f"{sizes}", "sizes from 1 on", "correct the shapes of q, k and v")
         return sizes
+
+    def _moved(self, tensors: Mapping[str, Any], given: Mapping[str, Any], rt: Runtime) -> tuple[int, int]:
+        """(tokens, rows) of what moves tokens to experts or back."""
+        x, routing, masked = tensors["x"], tensors.get("routing_map"), given.get("map_type", "mask") == "mask"
+        if routing is not None:
+            rows = given.get("num_out_tokens", -1)
+            if rows < 0 and masked and rt.device.kind != "cpu":
+                got, do = "num_out_tokens=-1 with a mask on a device", "pass the number of rows"
+                raise ArgumentError(self.__name__, got, "a number that the host need not wait for", do)
+            if rows < 0:
+                rows = np.count_nonzero(routing.numpy()) if masked else routing.size
+            return x.shape[0], int(rows)
+        row_map, probs, tokens = tensors["row_id_map"], tensors["merging_probs"], given.get("num_tokens")
+        check_row_map(self.__name__, "row_id_map", row_map)
+        if masked and row_map.ndim == 2:
+            tokens = row_map.shape[0]
+        elif probs is not None:
+            tokens = probs.shape[0]
+        if masked != (row_map.ndim == 2) or tokens is None:
+            got = f"row_id_map = {row_map!r} with map_type={'mask' if masked else 'index'!r}, num_tokens={tokens}"
+            allowed = "a mask's map [tokens, 2 experts + 1]; an index map [slots * tokens] with num_tokens"
+            raise ArgumentError(self.__name__, got, allowed, "correct map_type, or pass num_tokens")
+        return tokens, x.shape[0]
 
     def _weights(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The weight of each product, by the name that `quantized` and `into` have for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +24,7 @@ from te_core.layers import (
     mlp,
     norm,
     norm_linear,
+    permute,
     residual,
     rope,
     softmax,
@@ -187,6 +189,16 @@ class ByHand:
         names = "x", "bias", "residual"
         return self.run(names, residual, residual.AddSpec(o["hidden_dropout"], needs), [*self.of(*names), self.rng])
 
+    def of_moe_permute(self, a: Any, o: Any) -> Any:
+        rows = 12 if o["num_out_tokens"] == -1 else o["num_out_tokens"]
+        spec = permute.PermuteSpec(6, rows, o["map_type"] == "mask")
+        return self.run(("x", "", "probs"), permute, spec, self.of("x", "routing_map", "probs"), 3)
+
+    def of_moe_unpermute(self, a: Any, o: Any) -> Any:
+        functions = SimpleNamespace(forward=permute.unpermute_forward, backward=permute.unpermute_backward)
+        given = self.of("x", "row_id_map", "merging_probs")
+        return self.run(("x", "", "merging_probs"), functions, permute.PermuteSpec(6, 12), given)
+
 
 def state_of(case: Right, r: np.random.Generator) -> tuple[Any, Scales | None]:
     """A state with scales unlike one another, and a copy of it as the core takes it."""
@@ -315,6 +327,30 @@ def test_dequantize_gives_an_array_of_the_library_asked_for() -> None:
     found = te.dequantize(q, like=w)
     assert type(found) is np.ndarray and found.shape == w.shape
     np.testing.assert_allclose(found, w, rtol=0.07, atol=0.01)
+
+
+def test_a_clamp_is_that_of_the_options() -> None:
+    """Both functions of the layer clamp, where the default of 7 would not."""
+    x = np.array([[3.0, 2.0]], np.float32)
+    y, back = te.activation(x, activation="clamped_swiglu", limit=1.0, alpha=1.0, glu_linear_offset=0.0)
+    np.testing.assert_allclose(y, [[1 / (1 + np.exp(-1.0))]], rtol=1e-6)
+    assert not back(np.ones_like(y))["x"].any()
+
+
+def test_experts_get_their_tokens_back() -> None:
+    """By values: expert by expert, then added up with their weights; gradients by differences."""
+    x, mask = np.arange(12.0, dtype=np.float32).reshape(3, 4), np.array([[1, 1], [0, 1], [1, 0]], bool)
+    probs = np.array([[0.5, 0.25], [0, 1], [2, 0]], np.float32)
+    (y, row_map, gates), back = te.moe_permute(x, mask, probs)
+    assert np.array_equal(y, x[[0, 2, 0, 1]]) and gates.tolist() == [0.5, 2, 0.25, 1]
+    grads = back((y, None, np.arange(4, dtype=np.float32)))
+    assert np.array_equal(grads["x"], x * [[2], [1], [1]])
+    assert grads["probs"].tolist() == [[0, 2], [0, 3], [1, 0]]
+    z, back = te.moe_unpermute(y, row_map, probs)
+    assert np.array_equal(z, x * [[0.75], [1], [2]])
+    grads = back(np.ones_like(z))
+    assert np.array_equal(grads["x"], np.outer([0.5, 2, 0.25, 1], np.ones(4)))
+    assert np.array_equal(grads["merging_probs"][mask], y.sum(1)[[0, 2, 3, 1]])
 
 
 # -------------------------------------------------------------------------------------------------------- training
@@ -449,6 +485,10 @@ MISTAKES = {
         r"into\['weight'\]",
     ),
     "output's name": (lambda: te.linear(X, W)[1](np.ones((4, 8), np.float32), into={"x": X.copy()}), r"into=\['x'\]"),
+    "a map's rows": (
+        lambda: te.moe_unpermute(X, np.full(8, -2, np.int32), map_type="index", num_tokens=4),
+        "row_id_map = .*the map that moe_permute gave",
+    ),
     "splits": (lambda: te.grouped_linear(X, [W, W], m_splits=[3, 2]), "m_splits=.*4 rows"),
     "lengths": (
         lambda: te.attention(*[X.reshape(4, 2, 8)] * 3, qkv_format="thd", attn_mask_type="padding",
