@@ -329,6 +329,14 @@ def test_dequantize_gives_an_array_of_the_library_asked_for() -> None:
     np.testing.assert_allclose(found, w, rtol=0.07, atol=0.01)
 
 
+def test_dropout_and_rounding_draw_apart() -> None:
+    x, res = (np.random.default_rng(i).standard_normal((16, 32)).astype(np.float32) for i in range(2))
+    given = {"layer_norm_weight": x[0], "weight": x, "residual": res, "normalization": "RMSNorm"}
+    (_, stream), _ = te.layernorm_linear(x, **given, hidden_dropout=0.5, seed=7)
+    dropped = [te.bias_dropout_add(x, residual=res, hidden_dropout=0.5, seed=s)[0] for s in (7, 7 ^ 1 << 62)]
+    assert bits(stream) == bits(dropped[1]) != bits(dropped[0])
+
+
 def test_a_clamp_is_that_of_the_options() -> None:
     """Both functions of the layer clamp, where the default of 7 would not."""
     x = np.array([[3.0, 2.0]], np.float32)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import te_torch
 from te_core import ArgumentError, Tensor, dtypes
 from te_core import functional as te
 from te_core.functional import arrays
@@ -115,6 +116,31 @@ def test_what_jax_may_not_lend() -> None:
         te.l2_norm(gone)
     with pytest.raises(ArgumentError, match="x of type"):
         jax.jit(lambda x: te.l2_norm(x)[0])(jax.numpy.ones((4, 32)))
+
+
+def test_a_module_goes_on_by_hand() -> None:
+    """With its parameters and the entries of its state by their own names, bit for bit."""
+    recipe = DelayedScaling(amax_history_len=2)
+    module, x = te_torch.LayerNormMLP(32, 64, device="cpu"), torch.from_numpy(X)
+    for _ in range(2):
+        with te_torch.autocast(recipe=recipe):
+            module(x).sum().backward()
+    entries = module.state_dict()
+    scaling = te.Scaling(recipe, te.layernorm_mlp, like=x)
+    scaling.load({name.partition(".")[2]: entry for name, entry in entries.items() if "fp8_state." in name})
+    assert scaling.scale_fwd[0] != 1
+    p = {name: value.detach() for name, value in module.named_parameters()}
+    y, back = te.layernorm_mlp(x, **p, recipe=recipe, scaling=scaling)
+    module.zero_grad()
+    with te_torch.autocast(recipe=recipe):
+        wanted = module(x)
+        wanted.sum().backward()
+    grads = back(torch.ones_like(y))
+    assert torch.equal(y, wanted)
+    for name, value in module.named_parameters():
+        assert torch.equal(grads[name], value.grad), name
+    te.update(scaling)
+    assert torch.equal(scaling.scale_bwd, module.fp8_state.scale_bwd)
 
 
 class Cupy:
