@@ -157,7 +157,9 @@ def _read_cupy(array: Any) -> Tensor:
 
 
 def _cupy_runtime(device: Device) -> Runtime:
-    return _kept(device, _CupyMemory, 0 if device is CPU else sys.modules["cupy"].cuda.get_current_stream().ptr)
+    return _kept(
+        device, _CupyMemory, 0 if device is CPU else sys.modules["cupy"].cuda.get_current_stream(device.index).ptr
+    )
 
 
 def _give_cupy(tensor: Tensor) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -87,6 +89,11 @@ def test_a_buffer_of_torchs_is_added_to() -> None:
     torch.testing.assert_close(main, 1 + x.sum((0, 1)).expand(16, 32), rtol=1e-4, atol=1e-4)
 
 
+def test_jax_takes_what_comes_out() -> None:
+    y, _ = te.l2_norm(as_jax(X))
+    assert np.array_equal(np.asarray(pytest.importorskip("jax").dlpack.from_dlpack(y)), te.l2_norm(X)[0])
+
+
 def test_jax_arrays_are_not_written_to() -> None:
     x, w = map(as_jax, (X, W))
     _, back = te.linear(x, w)
@@ -144,23 +151,54 @@ def test_a_module_goes_on_by_hand() -> None:
 
 
 class Cupy:
-    """Stands in for a CuPy array: what the reader asks of one."""
+    """Stands in for CuPy: its arrays, on NumPy's memory, and its pool and streams, as far as they are asked for."""
 
-    def __init__(self, array: Any) -> None:
-        self.dtype, self.shape, self.strides, self.flags = array.dtype, array.shape, array.strides, array.flags
-        self.data, self.device = SimpleNamespace(ptr=array.ctypes.data), SimpleNamespace(id=1)
+    class Pointer(NamedTuple):
+        """An address with what keeps it alive."""
+
+        ptr: int
+        owner: Any
+
+        def __add__(self, offset: Any) -> Any:
+            return Cupy.Pointer(self.ptr + offset, self.owner)
+
+    class ndarray:  # noqa: N801  # as it is called there
+        """An array, of NumPy's one or over an address."""
+
+        def __init__(self, shape: Any, dtype: Any = None, memptr: Any = None) -> None:
+            of = shape if memptr is None else np.empty(shape, dtype)
+            self.dtype, self.shape, self.strides, self.flags = of.dtype, of.shape, of.strides, of.flags
+            self.data = Cupy.Pointer(of.ctypes.data, of) if memptr is None else memptr
+            self.device = SimpleNamespace(id=1)
+
+    cuda = SimpleNamespace(
+        get_current_stream=lambda device=-1: SimpleNamespace(ptr=7),
+        runtime=SimpleNamespace(getDevice=lambda: 0),
+        Device=lambda index: nullcontext(),
+        ExternalStream=lambda stream: nullcontext(),
+    )
+
+    @staticmethod
+    def empty(count: int, dtype: Any) -> Any:
+        return Cupy.ndarray(np.empty(count, dtype))
 
 
 def test_how_cupys_arrays_are_read() -> None:
     """On a GPU examples/functional_cupy.py runs; here is no CuPy to ask."""
-    t = arrays._read_cupy(Cupy(W))
-    assert (t.ptr, t.shape, t.strides, t.dtype, t.device) == (
-        W.ctypes.data,
-        W.shape,
-        None,
-        dtypes.float32,
-        Device("cuda", 1),
-    )
-    assert arrays._read_cupy(Cupy(W.T)).strides == (1, 32)
+    there = Device("cuda", 1)
+    t = arrays._read_cupy(Cupy.ndarray(W))
+    assert (t.ptr, t.shape, t.strides, t.dtype, t.device) == (W.ctypes.data, W.shape, None, dtypes.float32, there)
+    assert arrays._read_cupy(Cupy.ndarray(W.T)).strides == (1, 32)
     with pytest.raises(ArgumentError, match="byte strides"):
-        arrays._read_cupy(Cupy(np.zeros(4, [("a", "i2"), ("b", "f4")])["b"]))
+        arrays._read_cupy(Cupy.ndarray(np.zeros(4, [("a", "i2"), ("b", "f4")])["b"]))
+
+
+def test_results_lie_in_cupys_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", Cupy)
+    block = arrays._CupyMemory(Device("cuda", 1)).empty((4, 6), dtypes.float32, 7)
+    whole = arrays._give_cupy(block)
+    assert (whole.data.ptr, whole.shape, whole.dtype) == (block.ptr, (4, 6), np.float32)
+    part = arrays._give_cupy(block.rows(1, 3).reshape(12))
+    assert (part.data.ptr, part.shape, part.data.owner) == (block.ptr + 24, (12,), block.owner.data.owner)
+    half = arrays._CupyMemory(Device("cuda", 1)).empty((3,), dtypes.bfloat16, 9)
+    assert arrays._give_cupy(half) is half  # CuPy has no such type
