@@ -35,6 +35,8 @@ FLOORS: dict[str, list[str]] = {
     "quantize": ["te_core.quantize"],
     "layers": ["te_core.layers"],
     "tape": ["te_core.tape"],
+    "calls": ["te_core.calls"],
+    "functional": ["te_core.functional"],
     "face": ["te_core.tools", "te_core.doctor", "te_core"],
     "torch ground": [f"te_torch.{room}" for room in TORCH_GROUND.split()],
     "torch tensors": ["te_torch.tensors"],

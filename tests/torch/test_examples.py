@@ -352,12 +352,23 @@ def test_a_disk_that_fills_up(trained: Path, tmp_path: Path, monkeypatch: pytest
 
 def test_the_example_for_gpus_says_what_it_needs() -> None:
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "core_cupy.py")],
+        [sys.executable, str(ROOT / "examples" / "functional_cupy.py")],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert ran.returncode == 1 and re.search("CuPy and an NVIDIA GPU.*core_numpy", ran.stderr), ran.stderr
+    assert ran.returncode == 1 and re.search("CuPy and an NVIDIA GPU.*functional_numpy", ran.stderr), ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_an_mlp_learns_without_a_framework() -> None:
+    """The program compares its own losses; one text serves NumPy and CuPy, imports aside."""
+    path = ROOT / "examples" / "functional_numpy.py"
+    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0 and len(re.findall(r"loss \d", ran.stdout)) == 5, ran.stderr
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith('"""')]
+    assert len(lines) <= 30
+    texts = [(path.parent / f"functional_{name}.py").read_text() for name in ("numpy", "cupy")]
+    assert len({text.partition("\nfrom te_core import functional")[2] for text in texts}) == 1

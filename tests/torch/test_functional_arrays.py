@@ -1,0 +1,204 @@
+"""`te_core.functional` on arrays of other libraries: the same bits as on NumPy's, in their memory, without a copy."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import te_torch
+from te_core import ArgumentError, Tensor, dtypes
+from te_core import functional as te
+from te_core.functional import arrays
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_core.tensor import CPU, Device
+
+DRAW = np.random.default_rng(0)
+X, W, B = (DRAW.standard_normal(shape).astype(np.float32) for shape in ((2, 8, 32), (16, 32), (16,)))
+
+
+def as_jax(array: Any) -> Any:
+    return pytest.importorskip("jax").numpy.asarray(array)
+
+
+def as_core(array: Any) -> Tensor:
+    return Tensor(array.ctypes.data, array.shape, dtypes.float32, CPU, array)
+
+
+class Lender:
+    """Speaks DLPack, and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+LIBRARIES: dict[str, tuple[Any, Any]] = {
+    "torch": (torch.from_numpy, torch.Tensor),
+    "jax": (as_jax, Tensor),
+    "te_core": (as_core, Tensor),
+    "dlpack": (Lender, Tensor),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), DelayedScaling(amax_history_len=2)])
+def test_equal_bits(library: str, recipe: Any) -> None:
+    make, kind = LIBRARIES[library]
+    wanted: dict[str, Any] = {}
+    for convert in (lambda array: array, make):
+        x, w, b = map(convert, (X, W, B))
+        scaling = te.Scaling(recipe, te.linear, like=x) if recipe is not None else None
+        y, back = te.linear(x, w, b, recipe=recipe, scaling=scaling)
+        found = {"y": y, **back(convert(np.ones((2, 8, 16), np.float32)))}
+        if scaling is not None:
+            te.update(scaling)
+            found |= scaling.arrays()
+        if wanted:
+            assert {type(array) for array in found.values()} == {kind}
+            assert all(np.array_equal(np.asarray(array), wanted[name]) for name, array in found.items())
+        wanted = found
+
+
+def test_torchs_results_lie_in_torchs_memory() -> None:
+    x = torch.randn(4, 2, 32, dtype=torch.bfloat16)
+    y, back = te.layernorm(x, torch.ones(32), torch.zeros(32))
+    assert y.dtype is torch.bfloat16 and y.shape == x.shape and y.is_contiguous()
+    y += 1
+    assert back(torch.zeros_like(x))["weight"].dtype is torch.float32
+    part, _ = te.rope(torch.randn(4, 2, 3, 8), torch.zeros(4, 8))
+    assert part.untyped_storage().nbytes() == part.numel() * 4
+
+
+def test_a_buffer_of_torchs_is_added_to() -> None:
+    x, w = torch.from_numpy(X), torch.from_numpy(W)
+    _, back = te.linear(x, w, needs="weight")
+    main = torch.ones(16, 32)
+    grads = back(torch.ones(2, 8, 16), into={"weight": main}, accumulate=True)
+    assert grads["weight"] is main
+    torch.testing.assert_close(main, 1 + x.sum((0, 1)).expand(16, 32), rtol=1e-4, atol=1e-4)
+
+
+def test_jax_takes_what_comes_out() -> None:
+    y, _ = te.l2_norm(as_jax(X))
+    assert np.array_equal(np.asarray(pytest.importorskip("jax").dlpack.from_dlpack(y)), te.l2_norm(X)[0])
+
+
+def test_jax_arrays_are_not_written_to() -> None:
+    x, w = map(as_jax, (X, W))
+    _, back = te.linear(x, w)
+    with pytest.raises(ArgumentError, match="in read-only memory"):
+        back(as_jax(np.ones((2, 8, 16), np.float32)), into={"weight": as_jax(W)})
+
+
+def test_what_torch_may_not_lend() -> None:
+    x = torch.randn(4, 32)
+    for wrong, said in (
+        (torch.randn(4, 32, requires_grad=True), "requires grad"),
+        (torch.randn(4, 32, device="meta"), "meta"),
+        (torch.randn(32, 4).t(), "dense arrays"),
+        (torch.randn(4, 32).to_sparse(), "x"),
+    ):
+        with pytest.raises(ArgumentError, match=f"(?s){said}.*To do"):
+            te.l2_norm(wrong)
+    with pytest.raises(ArgumentError, match="weight"):
+        te.linear(x, torch.nn.Parameter(torch.randn(8, 32)))
+
+
+def test_what_jax_may_not_lend() -> None:
+    jax = pytest.importorskip("jax")
+    gone = jax.numpy.ones((4, 32))
+    gone.delete()
+    with pytest.raises(ArgumentError, match="(?s)x of type.*deleted.*To do"):
+        te.l2_norm(gone)
+    with pytest.raises(ArgumentError, match="x of type"):
+        jax.jit(lambda x: te.l2_norm(x)[0])(jax.numpy.ones((4, 32)))
+
+
+def test_a_module_goes_on_by_hand() -> None:
+    """With its parameters and the entries of its state by their own names, bit for bit."""
+    recipe = DelayedScaling(amax_history_len=2)
+    module, x = te_torch.LayerNormMLP(32, 64, device="cpu"), torch.from_numpy(X)
+    for _ in range(2):
+        with te_torch.autocast(recipe=recipe):
+            module(x).sum().backward()
+    entries = module.state_dict()
+    scaling = te.Scaling(recipe, te.layernorm_mlp, like=x)
+    scaling.load({name.partition(".")[2]: entry for name, entry in entries.items() if "fp8_state." in name})
+    assert scaling.scale_fwd[0] != 1
+    p = {name: value.detach() for name, value in module.named_parameters()}
+    y, back = te.layernorm_mlp(x, **p, recipe=recipe, scaling=scaling)
+    module.zero_grad()
+    with te_torch.autocast(recipe=recipe):
+        wanted = module(x)
+        wanted.sum().backward()
+    grads = back(torch.ones_like(y))
+    assert torch.equal(y, wanted)
+    for name, value in module.named_parameters():
+        assert torch.equal(grads[name], value.grad), name
+    te.update(scaling)
+    assert torch.equal(scaling.scale_bwd, module.fp8_state.scale_bwd)
+
+
+class Cupy:
+    """Stands in for CuPy: its arrays, on NumPy's memory, and its pool and streams, as far as they are asked for."""
+
+    class Pointer(NamedTuple):
+        """An address with what keeps it alive."""
+
+        ptr: int
+        owner: Any
+
+        def __add__(self, offset: Any) -> Any:
+            return Cupy.Pointer(self.ptr + offset, self.owner)
+
+    class ndarray:  # noqa: N801  # as it is called there
+        """An array, of NumPy's one or over an address."""
+
+        def __init__(self, shape: Any, dtype: Any = None, memptr: Any = None) -> None:
+            of = shape if memptr is None else np.empty(shape, dtype)
+            self.dtype, self.shape, self.strides, self.flags = of.dtype, of.shape, of.strides, of.flags
+            self.data = Cupy.Pointer(of.ctypes.data, of) if memptr is None else memptr
+            self.device = SimpleNamespace(id=1)
+
+    cuda = SimpleNamespace(
+        get_current_stream=lambda device=-1: SimpleNamespace(ptr=7),
+        runtime=SimpleNamespace(getDevice=lambda: 0),
+        Device=lambda index: nullcontext(),
+        ExternalStream=lambda stream: nullcontext(),
+    )
+
+    @staticmethod
+    def empty(count: int, dtype: Any) -> Any:
+        return Cupy.ndarray(np.empty(count, dtype))
+
+
+def test_how_cupys_arrays_are_read() -> None:
+    """On a GPU examples/functional_cupy.py runs; here is no CuPy to ask."""
+    there = Device("cuda", 1)
+    t = arrays._read_cupy(Cupy.ndarray(W))
+    assert (t.ptr, t.shape, t.strides, t.dtype, t.device) == (W.ctypes.data, W.shape, None, dtypes.float32, there)
+    assert arrays._read_cupy(Cupy.ndarray(W.T)).strides == (1, 32)
+    with pytest.raises(ArgumentError, match="byte strides"):
+        arrays._read_cupy(Cupy.ndarray(np.zeros(4, [("a", "i2"), ("b", "f4")])["b"]))
+
+
+def test_results_lie_in_cupys_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", Cupy)
+    block = arrays._CupyMemory(Device("cuda", 1)).empty((4, 6), dtypes.float32, 7)
+    whole = arrays._give_cupy(block)
+    assert (whole.data.ptr, whole.shape, whole.dtype) == (block.ptr, (4, 6), np.float32)
+    part = arrays._give_cupy(block.rows(1, 3).reshape(12))
+    assert (part.data.ptr, part.shape, part.data.owner) == (block.ptr + 24, (12,), block.owner.data.owner)
+    half = arrays._CupyMemory(Device("cuda", 1)).empty((3,), dtypes.bfloat16, 9)
+    assert arrays._give_cupy(half) is half  # CuPy has no such type
