@@ -159,9 +159,14 @@ def test_what_the_attention_inside_has(choice: Any, layout: Any, options: Any) -
 
 @pytest.mark.parametrize("choice", [("a2a", 2, 1), ("a2a+p2p", 4, 2)])
 def test_interleaved_heads_go_to_ranks_by_groups(choice: Any) -> None:
-    """Without ranks their groups count as batch where no strides lead from one to the next."""
+    """Without ranks their groups count as batch where no strides lead from one to the next; k and v would go to all."""
     mode, size, inner = choice
-    judge(Case(mode=mode, size=size, inner=inner, packing="qkv"))
+    case = Case(mode=mode, size=size, inner=inner, packing="qkv")
+    batch = Batch(case)
+    made, ranks = run(case, batch)
+    check(made, batch.reference(), batch)
+    forward, backward = table(case)
+    assert sorted(ranks.log(0)) == sorted([*forward, *backward])
 
 
 @pytest.mark.parametrize("size", [2, 4])
