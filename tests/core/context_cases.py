@@ -6,19 +6,21 @@ where a sequence has none, and gives each rank its part; `run` calls the layer o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from te_core import dtypes
 from te_core.attention import AttentionSpec
 from te_core.layers import attention
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionNeeds
 from te_core.layers.communicator import InProcessCommunicator, InProcessRanks, as_bytes
 from te_core.layers.context.schedule import Context
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import CPU, Tensor
 from tests.core.attention_cases import NUMPY
 from tests.reference import attention as reference
 
@@ -451,8 +453,9 @@ class LateCommunicator(InProcessCommunicator):
 
     def _late(self, name: str, given: Tensor, out: Tensor, begin: Callable[..., Any]) -> Any:
         self.note(f"begin {name}")
-        made = RT.empty(out.shape, out.dtype)
-        begin(RT, given, made)
+        made, sent = RT.empty(out.shape, out.dtype), RT.empty(given.shape, given.dtype)
+        as_bytes(sent).numpy()[...] = as_bytes(given).numpy()  # ranks in one process hold what they were given
+        begin(RT, sent, made)
         as_bytes(out).numpy()[...] = 255
         return _Late(name, given, out, made, self.note)
 
@@ -461,11 +464,18 @@ class _Late:
     """An operation on its way."""
 
     def __init__(self, name: str, given: Tensor, out: Tensor, made: Tensor, note: Callable[[str], None]) -> None:
-        self.name, self.given, self.out, self.made, self.note = name, given, out, made, note
+        self.name, self.made, self.note = name, as_bytes(made).numpy(), note
         self.before = as_bytes(given).numpy().copy()
+        self.places = [(t.ptr, t.nbytes, weakref.ref(t.memory)) for t in (given, out)]  # whose memory nobody else holds
 
     def wait(self) -> None:
         self.note(f"wait {self.name}")
-        assert np.array_equal(as_bytes(self.given).numpy(), self.before), "changed on its way"
-        assert (as_bytes(self.out).numpy() == 255).all(), "written to before it came"
-        as_bytes(self.out).numpy()[...] = as_bytes(self.made).numpy()
+        arrays = []
+        for at, nbytes, memory in self.places:
+            owner = memory()
+            assert owner is not None, "let go of on its way"
+            arrays.append(Tensor(at, (nbytes,), dtypes.uint8, CPU, owner).numpy())
+        given, out = arrays
+        assert np.array_equal(given, self.before), "changed on its way"
+        assert (out == 255).all(), "written to before it came"
+        out[...] = self.made

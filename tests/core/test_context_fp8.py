@@ -109,12 +109,14 @@ def flat(parts: list[Array]) -> Array:
 
 
 def check(case: Case, recipe: str, made: Made, batch: Batch) -> None:
-    """As good as FP8 is; of few tokens, whose figures scatter, as one device is."""
-    wanted = batch.reference()
-    found = quality(made, wanted)
+    """As good as FP8 is; where the figures of few tokens scatter below that, as one device is over several draws."""
+    found = quality(made, batch.reference())
     if any(found[name] <= DB[bound] for name, bound in BOUNDS.items()):
-        one = quality(alone(case, recipe, batch), wanted)
-        assert all(found[name] > one[name] - 1.5 for name in BOUNDS), (found, one)
+        batches = [Batch(replace(case, seed=seed)) for seed in range(8)]
+        pairs = [(run(case, recipe, b)[0], alone(case, recipe, b), b.reference()) for b in batches]
+        for name in BOUNDS:
+            less = [quality(one, wanted)[name] - quality(ranks, wanted)[name] for ranks, one, wanted in pairs]
+            assert np.mean(less) < 1.0, (name, found)
     for name, side in (("out", batch.q_side), ("dq", batch.q_side), ("dk", batch.kv_side), ("dv", batch.kv_side)):
         for t, s in zip(getattr(made, name), side.sequences, strict=True):
             assert not t[s.length :].any(), f"{name} of padding"
@@ -129,10 +131,10 @@ def case_of(choice: Any, layout: Any, **options: Any) -> Case:
     choice=CHOICES,
     layout=LAYOUTS,
     recipe=["delayed", "current"],
-    packing=["separate", "kv", "qkv"],
-    lengths=["odd", "full", "few"],
+    held=[("separate", "odd"), ("kv", "full"), ("qkv", "few"), ("qkv", "odd"), ("separate", "few")],
 )
-def test_ranks_give_what_one_gives(choice: Any, layout: Any, recipe: str, packing: str, lengths: str) -> None:
+def test_ranks_give_what_one_gives(choice: Any, layout: Any, recipe: str, held: Any) -> None:
+    packing, lengths = held
     case = case_of(choice, layout, packing=packing, lengths=lengths, shared=1)
     batch = Batch(case)
     made, _, _ = run(case, recipe, batch)

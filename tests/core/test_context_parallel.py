@@ -81,13 +81,15 @@ def test_ranks_give_what_one_gives(choice: Any, layout: Any, shared: int, length
 
 @covering(
     choice=CHOICES,
-    terms=[(softmax, n % 2 == 0, n % 3 == 0) for n, softmax in enumerate(["learnable", "off-by-one", "vanilla"] * 3)],
-    packing=["separate", "kv", "qkv"],
+    terms=[
+        (softmax, ("separate", "kv", "qkv")[n // 3], n % 2 == 0, n % 3 == 0)
+        for n, softmax in enumerate(["learnable", "off-by-one", "vanilla"] * 3)
+    ],
     layout=[layout for layout in LAYOUTS if layout[0] != "bshd" or layout[1] == "causal"],
 )
-def test_sinks_packings_and_what_is_computed_again(choice: Any, terms: Any, packing: str, layout: Any) -> None:
+def test_sinks_packings_and_what_is_computed_again(choice: Any, terms: Any, layout: Any) -> None:
     """Sinks are never zero. The gradient of a sink is the sum of the ranks' summands."""
-    (mode, size, inner), (form, mask), (softmax, recompute, max_logit) = choice, layout, terms
+    (mode, size, inner), (form, mask), (softmax, packing, recompute, max_logit) = choice, layout, terms
     case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, softmax=softmax, packing=packing)
     judge(replace(case, recompute=recompute, max_logit=max_logit, lengths="odd"))
 
@@ -123,12 +125,11 @@ def test_keys_of_other_lengths(choice: Any, layout: Any, lengths: str) -> None:
     choice=[("a2a", 2, 1), ("a2a", 4, 1), ("a2a", 8, 1), ("a2a+p2p", 8, 4), ("a2a+p2p", 6, 3)],
     groups=[1, 2],
     layout=LAYOUTS,
-    packing=["separate", "kv", "qkv"],
-    dtype=["fp32", "bf16"],
+    stored=[("separate", "fp32"), ("kv", "bf16"), ("qkv", "fp32")],
 )
-def test_more_ranks_than_groups(choice: Any, groups: int, layout: Any, packing: str, dtype: str) -> None:
+def test_more_ranks_than_groups(choice: Any, groups: int, layout: Any, stored: Any) -> None:
     """A group goes to several ranks, and the gradients of its keys and values are the sum of theirs."""
-    (mode, size, inner), (form, mask) = choice, layout
+    (mode, size, inner), (form, mask), (packing, dtype) = choice, layout, stored
     if (inner if mode == "a2a+p2p" else size) % groups:
         groups = 1
     case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, few_groups=groups, packing=packing)
@@ -154,6 +155,18 @@ def test_what_the_attention_inside_has(choice: Any, layout: Any, options: Any) -
     """Scores that are capped, and values of another width."""
     (mode, size, inner), (form, mask) = choice, layout
     judge(Case(mode=mode, size=size, inner=inner, form=form, mask=mask, lengths="odd", **options))
+
+
+@pytest.mark.parametrize("choice", [("a2a", 2, 1), ("a2a+p2p", 4, 2)])
+def test_interleaved_heads_go_to_ranks_by_groups(choice: Any) -> None:
+    """Without ranks their groups count as batch where no strides lead from one to the next; k and v would go to all."""
+    mode, size, inner = choice
+    case = Case(mode=mode, size=size, inner=inner, packing="qkv")
+    batch = Batch(case)
+    made, ranks = run(case, batch)
+    check(made, batch.reference(), batch)
+    forward, backward = table(case)
+    assert sorted(ranks.log(0)) == sorted([*forward, *backward])
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -192,7 +205,7 @@ def test_the_error_does_not_depend_on_the_ranks(mode: str, mask: str) -> None:
             assert found <= 2 * one, (size, found, one)
 
 
-@pytest.mark.parametrize("number", [*range(12), *(pytest.param(i, marks=pytest.mark.full) for i in range(12, 200))])
+@pytest.mark.parametrize("number", [*range(10), *(pytest.param(i, marks=pytest.mark.full) for i in range(10, 200))])
 def test_random_packed_sets(number: int) -> None:
     """Lengths of 0 to 300, padded as they happen to be."""
     draw = np.random.default_rng(number)
@@ -278,9 +291,9 @@ def test_a_schedule_tells_what_is_handed_over() -> None:
             assert found == ranks.log(0), mode
 
 
-@covering(choice=[c for c in CHOICES if c[1] in (2, 3, 4)], layout=LAYOUTS)
-def test_nothing_is_read_or_written_while_it_is_on_its_way(choice: Any, layout: Any, at_once: None) -> None:
-    """What comes is there once it was waited for, not before; what goes is not changed until then. Replayed, too."""
+@covering(choice=[c for c in CHOICES if c[1] in (2, 3, 4)], layout=LAYOUTS, when=["first", "never"])
+def test_nothing_is_read_or_written_while_it_is_on_its_way(choice: Any, layout: Any, when: str) -> None:
+    """What comes is there once it was waited for, not before; what goes is neither changed nor let go of until then."""
     (mode, size, inner), (form, mask) = choice, layout
     case = Case(mode=mode, size=size, inner=inner, form=form, mask=mask, lengths="odd")
     batch, spec = Batch(case), case.spec(case.context)
@@ -288,9 +301,10 @@ def test_nothing_is_read_or_written_while_it_is_on_its_way(choice: Any, layout: 
         (Taped("forward", attention.forward, spec), Taped("backward", attention.backward, spec)) for _ in range(size)
     ]
     ranks = Ranks(case, LateCommunicator)
-    for _ in range(2):
-        made = batch.together(ranks.run(lambda rank, comm: step(case, batch, rank, comm, functions[rank])))
-        check(made, batch.reference(), batch)
+    with tapes(when):
+        for _ in range(2):
+            made = batch.together(ranks.run(lambda rank, comm: step(case, batch, rank, comm, functions[rank])))
+            check(made, batch.reference(), batch)
 
 
 @pytest.mark.parametrize("mode", ["p2p", "all_gather"])
@@ -355,8 +369,8 @@ def test_memory_does_not_grow_with_the_ranks(layout: Any, at_once: None) -> None
     """In a ring two foreign K|V, two dK|dV, a partial result and its sum, however many ranks there are."""
     form, mask = layout
     peaks: dict[int, list[int]] = {}
-    for size in (4, 8):
-        case = Case(size=size, form=form, mask=mask, dtype="bf16", width=64, packed=((64, 2 * size * 64),) * 2)
+    for size in (4, 6):
+        case = Case(size=size, form=form, mask=mask, dtype="bf16", width=64, packed=((64, 2 * size * 64),))
         batch, spec = Batch(case), case.spec(case.context)
         functions = Taped("forward", attention.forward, spec), Taped("backward", attention.backward, spec)
         ranks = Ranks(case)
@@ -365,13 +379,13 @@ def test_memory_does_not_grow_with_the_ranks(layout: Any, at_once: None) -> None
             ranks.run(lambda rank, comm: step(case, batch, rank, comm, functions))  # noqa: B023
         for what in ("forward", "backward"):
             peaks.setdefault(size, []).append(max(tape.peak for tape in taped.tapes() if tape.what == what))
-    n = 2 * 128 * 64  # elements of a head's part of a rank's tokens
+    n = 128 * 64  # elements of a head's part of a rank's tokens
     q, kv = n * case.heads, 2 * n * case.groups
-    small = 1 << 16  # statistics, lengths
-    assert peaks[8][0] <= peaks[4][0] + small and peaks[8][1] <= peaks[4][1] + small
-    assert peaks[8][0] <= 2 * q + 2 * 2 * kv + (2 + 4) * q + small  # out; foreign K|V; a partial output and the sum
+    small = 1 << 15  # statistics, lengths
+    assert peaks[6][0] <= peaks[4][0] + small and peaks[6][1] <= peaks[4][1] + small
+    assert peaks[6][0] <= 2 * q + 2 * 2 * kv + (2 + 4) * q + small  # out; foreign K|V; a partial output and the sum
     # dQ, dK and dV; foreign K|V; two dK|dV and one on its way; a partial result and the sum.
-    assert peaks[8][1] <= 2 * (q + kv) + 2 * 2 * kv + 2 * 4 * kv + 2 * kv + (2 + 4) * q + small
+    assert peaks[6][1] <= 2 * (q + kv) + 2 * 2 * kv + 2 * 4 * kv + 2 * kv + (2 + 4) * q + small
 
 
 # ---------------------------------------------------------------------------------------------- dropout

@@ -20,40 +20,38 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 
-class Ring:
-    """The neighbours of a rank, and what is on its way to it."""
+class Passing:
+    """A block on its way to the next rank, while another one comes from the rank before. It holds both until then."""
 
-    __slots__ = ("comm", "rt")
+    __slots__ = ("block", "coming", "handle")
 
-    def __init__(self, rt: Runtime, comm: Communicator) -> None:
-        self.rt, self.comm = rt, comm
+    def __init__(self, rt: Runtime, comm: Communicator, block: Tensor) -> None:
+        rank, size = comm.rank, comm.size
+        self.block: Tensor | None = block
+        self.coming = rt.empty(block.shape, block.dtype)
+        self.handle: Handle = comm.send_recv(rt, block, (rank + 1) % size, self.coming, (rank - 1) % size)
 
-    def pass_on(self, block: Tensor) -> tuple[Tensor, Handle]:
-        """Hand a block to the next rank; (what comes from the one before, once its handle has waited, the handle)."""
-        rank, size = self.comm.rank, self.comm.size
-        coming = self.rt.empty(block.shape, block.dtype)
-        return coming, self.comm.send_recv(self.rt, block, (rank + 1) % size, coming, (rank - 1) % size)
+    def wait(self) -> Tensor:
+        """What has come; what left is let go of."""
+        self.handle.wait()
+        self.block = None
+        return self.coming
 
 
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, comm: Communicator, *, out: Tensor
 ) -> tuple[Tensor, Logits | None]:
     """(statistics, largest logits) of the output, which goes into `out`."""
-    rt, ring, steps = problem.rt, Ring(problem.rt, comm), problem.schedule.steps
+    rt, steps = problem.rt, problem.schedule.steps
     outputs, logits = Outputs(rt, out, problem.core, problem.terms.sink), problem.logits(q.shape[-2])
-    block: Tensor | None = packed(rt, k, v, problem.core.kv_format)
+    block = packed(rt, k, v, problem.core.kv_format)
     keys, values = k, v
     for number, step in enumerate(steps):
-        coming: tuple[Tensor, Handle] | None = None
-        if number + 1 < len(steps):
-            assert block is not None
-            coming = ring.pass_on(block)
+        coming = Passing(rt, comm, block) if number + 1 < len(steps) else None
         for side in problem.of_step(step.source):
             problem.attend(side, q, keys, values, outputs, logits)
-        block = None
         if coming is not None:
-            block, arrival = coming
-            arrival.wait()
+            block = coming.wait()
             keys, values = apart(block, k, v)
     assert outputs.stats is not None
     return outputs.stats, logits
@@ -69,26 +67,23 @@ def backward(
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """The gradients of this rank's q, k and v, into `grads`. `given`: dy, q, out, stats."""
-    rt, ring, steps = problem.rt, Ring(problem.rt, comm), problem.schedule.steps
+    rt, steps = problem.rt, problem.schedule.steps
     dq, dk, dv = grads
     queries = Chain(rt, dq, problem.core.q_format)
     block = packed(rt, k, v, problem.core.kv_format)
-    coming = ring.pass_on(block) if len(steps) > 1 else None
+    coming = Passing(rt, comm, block) if len(steps) > 1 else None
+    del block
     for side in problem.of_step(steps[0].source):
         problem.differentiate(side, given, (k, v), queries, (dk, dv))
-    home: tuple[Tensor, Handle] | None = None  # gradients of the keys at hand, from the rank that had them before
+    home: Passing | None = None  # gradients of the keys at hand, from the rank that had them before
     for number, step in enumerate(steps[1:], 1):
         assert coming is not None
-        block, arrival = coming
-        arrival.wait()
-        coming = ring.pass_on(block) if number + 1 < len(steps) else None
-        keys = apart(block, k, v)
+        keys = apart(coming.wait(), k, v)
+        coming = Passing(rt, comm, coming.coming) if number + 1 < len(steps) else None
         (side,) = problem.of_step(step.source)
-        home = ring.pass_on(_gradients(problem, side, given, keys, queries, home))
+        home = Passing(rt, comm, _gradients(problem, side, given, keys, queries, home))
     if home is not None:
-        total, arrival = home
-        arrival.wait()
-        for target, part in zip((dk, dv), apart(total, k, v), strict=True):
+        for target, part in zip((dk, dv), apart(home.wait(), k, v), strict=True):
             ops.context_sum(rt, target, part, out=target)
 
 
@@ -98,7 +93,7 @@ def _gradients(
     given: tuple[Tensor, Tensor, Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
     queries: Chain,
-    home: tuple[Tensor, Handle] | None,
+    home: Passing | None,
 ) -> Tensor:
     """dK|dV of the keys at hand, as they go on: those that come behind the keys, and this rank's summand."""
     rt, core, size = problem.rt, problem.core, problem.schedule.context.ring
@@ -116,8 +111,7 @@ def _gradients(
     part = rt.empty((k.size + v.size,), dtype)
     problem.differentiate(side, given, keys, queries, apart(part, k, v))
     if home is not None:
-        total, arrival = home
-        arrival.wait()
+        total = home.wait()
     if not some:
         made = total or rt.empty(part.shape, kind)
         ops.context_sum(rt, part, total, out=made)
