@@ -238,17 +238,19 @@ def _alike(rt: Runtime, a: Array, b: Array) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-def test_accuracy_with_scales_of_the_step_before(rt: Runtime, form: str) -> None:
+@pytest.mark.parametrize(("form", "right"), [("sbhd", 0), ("bshd", 0), ("sbhd", -1)])
+def test_accuracy_with_scales_of_the_step_before(rt: Runtime, form: str, right: int) -> None:
+    """Without a mask no probability is near 1, and yet none may be cut off."""
     parts = _parts((128, 2) if form == "sbhd" else (2, 128))
     module, spec = Module(rt), _spec(_rule(), form)
+    spec = replace(spec, attention=replace(spec.attention, core=replace(spec.attention.core, right=right)))
     *inputs, dy = _flat(rt, parts)
     for _ in range(2):
         results = _step(rt, module, spec, inputs, dy)
         module.update()
     order = (1, 2, 0, 3) if form == "sbhd" else (0, 2, 1, 3)
     q, k, v, g = (t.astype(np.float64).transpose(order) for t in parts)
-    problem = Problem(SCALE, right=0)
+    problem = Problem(SCALE, right=right)
     f, b = exact.forward(q, k, v, problem), exact.backward(g, q, k, v, problem)
     back = np.argsort(order)
     wanted = [t.transpose(back) for t in (f.out, b.dq, b.dk, b.dv)]

@@ -355,7 +355,7 @@ def test_fp8_scales_and_maxima(fake):
     }
     assert {n: run.at[n] for n in wanted} == {n: t.ptr for n, t in wanted.items()}
     assert (run.at["s_amax"], run.at["out_amax"]) == (places, places + 16)
-    assert calls.args("attention_amax") == [(places, s.amax.ptr, 0, 0, 0)]
+    assert calls.args("attention_amax") == [(places, s.amax.ptr, 0, 0, 0, 1.0)]
     assert (run.graph.options["left_bound"], run.graph.options["right_bound"]) == (8, 0)
     dq, dk, dv, dp = (fp8.Scaled(next(one), next(one), next(one)) for _ in range(4))
     back = fp8.BackwardScales(
@@ -385,7 +385,7 @@ def test_fp8_scales_and_maxima(fake):
     assert {n: run.at[n] for n in wanted} == {n: t.ptr for n, t in wanted.items()}
     order = ["dq_amax", "dk_amax", "dv_amax", "dp_amax"]
     assert [run.at[n] for n in order] == [places + 16 * i for i in range(4)] and len(calls.zeroed) == 1
-    assert calls.args("attention_amax")[1] == (places, *(x.amax.ptr for x in (dq, dk, dv, dp)))
+    assert calls.args("attention_amax")[1] == (places, *(x.amax.ptr for x in (dq, dk, dv, dp)), 0.0)
     by_name = {f"descale_{theirs}": f"{ours}_inverse" for theirs, ours in (("q", "q"), ("o", "out"), ("s", "s"))}
     by_name |= {"descale_dO": "dy_inverse", "descale_dP": "dp_inverse", "scale_s": "s_scale", "dO": "dy", "o": "out"}
     by_name |= {f"scale_d{name}": f"d{name.lower()}_scale" for name in "QKVP"}

@@ -82,7 +82,7 @@ def _plan(rt: Runtime, asked: Asked, results: tuple[Tensor, ...], *, backward: b
     grads = (results[0], results[1], results[2]) if backward else None
     found = layouts(frame, q, k, v, False, stats, grads, asked.out)
     near = around(rt, frame, found, results, zero_sink=False)
-    kernel = loader.get(rt, "attention_amax", args="ppppp")
+    kernel = loader.get(rt, "attention_amax", args="pppppf")
     if empty:
         return Fp8Plan(None, near, kernel)
     graph = graph_of(rt, graph_spec(frame, q.dtype, found, fp8=True, backward=backward, **options))
@@ -94,10 +94,10 @@ def _amaxes(rt: Runtime) -> int:
     return rt.workspace("attention maxima", 16 * _PLACES, zeroed=True)
 
 
-def _raise(rt: Runtime, plan: Fp8Plan, found: int, *scaled: Scaled | None) -> None:
-    """Raise the maxima that are given."""
+def _raise(rt: Runtime, plan: Fp8Plan, found: int, *scaled: Scaled | None, least: float = 0.0) -> None:
+    """Raise the maxima that are given; the first one to `least` at least."""
     places = [None if s is None else s.amax for s in scaled]
-    plan.raise_amax(rt, 1, len(places), found, *places, *[None] * (_PLACES - len(places)))
+    plan.raise_amax(rt, 1, len(places), found, *places, *[None] * (_PLACES - len(places)), least)
 
 
 def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, asked: Fp8ForwardOperands) -> None:
@@ -114,7 +114,7 @@ def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, asked: Fp8ForwardOperands)
     operands |= {"s_scale": s.scale, "s_inverse": s.inverse, "out_scale": scales.out.scale}
     maxima = {"s_amax": found, "out_amax": found + 16}
     run_graph(rt, plan.graph, {**operands, **maxima, **near.prepare(rt, lengths)})
-    _raise(rt, plan, found, s, scales.out)
+    _raise(rt, plan, found, s, scales.out, least=1.0)  # of exp(score - largest score), which is quantized
     near.tidy(rt, lengths, out, None, None, stats)
 
 
