@@ -98,11 +98,12 @@ def layer(tokens: int, mode: str | None) -> Callable[[], Any]:
 
 def table() -> str:
     """The newest record, as Markdown."""
-    newest = max((Path(__file__).parent / "results").glob("*-x2-context.json"))
+    records = (Path(__file__).parent / "results").glob("*-x2-context*.json")  # of one day the last has a number
+    newest = max((p for p in records if "calls" not in p.name), key=lambda p: (p.name[:10], len(p.name), p.name))
     lines = ["| | tokens | one GPU | " + " | ".join(MODES) + " |", "|---" * (3 + len(MODES)) + "|"]
     for row in json.loads(newest.read_text())["rows"]:
         one = row["one"]
-        cells = [f"{row[m]['times']:.2f} x, {row[m]['peak_mib']:,.0f} MiB" for m in MODES]
+        cells = [f"{row[m]['times']:.2f} x, {row[m]['peak_mib']:,.0f} MiB, {row[m]['exposed']:.1%}" for m in MODES]
         cells = [f"{one['ms']:,.1f} ms, {one['peak_mib']:,.0f} MiB", *cells]
         lines.append(f"| {row['what']} | {row['tokens']:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
