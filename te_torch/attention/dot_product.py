@@ -329,7 +329,8 @@ class DotProductAttention(BaseModule):
             whole = given.a.dequantize() if isinstance(given.a, (QuantizedTorch, Handed)) else given.a
             q, k, v = heads_of(whole, len(given.qkv_format) - 2, self._static[:4], given.interleaved)
             given = given.but(a=q, b=k, c=v, packing="separate", interleaved=False)
-        self._context.check(OPERATION)
+        if self._static.context is not None:
+            self._context.check(OPERATION)
         if either(False, True):
             return traced.attention(self, given)
         if not _asked.choice and _is_plain(given):

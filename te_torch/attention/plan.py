@@ -260,7 +260,9 @@ def _refuse_over_ranks(key: Key) -> None:
         (key.form == "thd" and "padding" not in key.mask_type, f"thd with {key.mask_type!r}", "use a padding type"),
     ):
         if given:
-            raise UnsupportedError(OPERATION, f"{what} under context parallelism", "see docs/parallel.md", do)
+            raise UnsupportedError(
+                OPERATION, f"{what} under context parallelism", "calls of whole sequences without it", do
+            )
 
 
 def _check_context(static: Static, key: Key, spec: AttentionSpec, sizes: Sizes) -> None:

@@ -13,7 +13,7 @@ import te_torch as te
 from te_core.attention import Sizes
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention.inputs import Given
-from te_torch.attention.plan import Static, spec_of
+from te_torch.attention.plan import spec_of
 from tests.parallel.ranks import Rank, Ranks
 
 WIDTH, TOKENS, BATCH = 96, 16, 2
@@ -102,7 +102,7 @@ def test_a_kernel_is_told_whose_slopes_these_are(all_heads: int, usual: bool) ->
     module = te.DotProductAttention(4, 16)
     q = torch.randn(8, 2, 4, 16)
     key = module._key(Given(q, q, q, attn_mask_type="causal", core_attention_bias_type="alibi"), "")
-    static = Static(*module._static[:-2], all_heads)
+    static = module._static._replace(all_heads=all_heads)
     assert spec_of(static, key, Sizes(2, 8, 8, 4, 4, 16, 16), False).default_slopes is usual
 
 

@@ -20,6 +20,7 @@ from te_core import env as variables
 from te_core.attention import AttentionSpec, Sizes
 from te_core.device import DeviceInfo
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.context.schedule import Context
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.attention import DotProductAttention, choose, env, explain, utils
 from te_torch.attention import dot_product as module_file
@@ -91,6 +92,7 @@ EXCLUSIONS: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("not there 3", {"installed": ALL._replace(flash3=None)}, (FLASH3,), "not installed"),
     ("not there 4", {"installed": ALL._replace(flash4=None)}, (FLASH4,), "not installed"),
     ("no cuDNN", {"installed": ALL._replace(cudnn=None)}, (FUSED,), "not installed"),
+    ("over ranks", {"context": Context("p2p", 2)}, (*FLASHES, UNFUSED), "it takes whole sequences"),
     ("Ampere", {"device": A100}, (FLASH3, FLASH4), "needs compute capability 9.0"),
     ("Blackwell", {"device": B200}, (FLASH3,), "needs compute capability 9.0 only, this is 10.0"),
     ("Volta", {"device": V100}, FLASHES, "needs compute capability"),
@@ -557,9 +559,10 @@ def test_what_cannot_be_made_out_counts_as_the_default(monkeypatch: pytest.Monke
 # -------------------------------------------------------------------------------------- documented entry points
 
 
-def test_context_parallelism_has_no_backend() -> None:
-    none = (False, None, False, None, False, [False, False, False])
-    assert utils.get_attention_backend(utils.AttentionParams(context_parallel=True)) == none
+def test_context_parallelism_has_one_backend() -> None:
+    found = utils.get_attention_backend(utils.AttentionParams(context_parallel=True))
+    assert found[:2] == (False, None) and found[4] is False and found[5][::2] == [False, False]
+    assert found[2] is found[5][1]
 
 
 def test_get_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
