@@ -36,6 +36,7 @@ from te_core.quantize.operands import (
     flattened,
     is_plain_rule,
     kept,
+    one_copy,
     quantize_forward,
     quantize_gradient,
     restored,
@@ -470,7 +471,9 @@ def weight_operand(rt: Runtime, weight: Value, product: Product, ready: Quantize
         return Uses(dense(rt, weight, spec.dtype), weight, None)
     value = as_asked(rt, weight, precision.weight, spec.dtype) if ready is None else ready
     if isinstance(value, QuantizedTensor):  # backward makes the columnwise copy, if there is none, and drops it
-        return Uses(value, value, None)
+        reads = ready is not None and spec.needs.input and precision.backward is None
+        columns = one_copy(rt, value, columns=True) if reads and value.columnwise is None else value
+        return Uses(value, columns, None)
     columnwise = spec.needs.input and precision.backward is None
     if spec.plain:
         return watched.partly_quantized(rt, value, precision.weight, product[1:3], spec.plain, "weight", columnwise)

@@ -1,0 +1,25 @@
+"""Weights that a caller quantized before: what they hold is read, and what they lack is made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from te_core import Cast, Runtime, dtypes, ops
+from te_core.layers import linear
+from te_core.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, resolve
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()], ids=str)
+def test_a_rowwise_copy_alone(recipe: Recipe) -> None:
+    """Backward reads columns. Of a square weight rows would fit in their place, without a word."""
+    rt, random, precision = Runtime.cpu(), np.random.default_rng(0), resolve(recipe)
+    x, w, dy = (rt.tensor(random.standard_normal((64, 64)).astype(np.float32)) for _ in range(3))
+    spec = linear.LinearSpec(dtypes.float32, precision, linear.Needs(True, True, False))
+    assert precision.weight is not None
+    found = []
+    for columnwise in (True, False):
+        cast = Cast(precision.weight.format, rowwise=True, columnwise=columnwise)
+        _, saved = linear.forward(rt, x, w, None, spec=spec, ready=(ops.quantize(rt, w, cast),))
+        found.append(rt.numpy(linear.backward(rt, dy, saved, spec=spec)[0]))
+    np.testing.assert_array_equal(*found)
