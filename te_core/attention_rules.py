@@ -337,6 +337,12 @@ def _train_width(a: Ask) -> str | None:
     return None
 
 
+def _train_fp8_queries(a: Ask) -> str | None:
+    if a.fp8 and a.size.sq % 16 and a.device.capability[0] == 9:  # measured: cuDNN 9.19 on an H100 and an H200
+        return f"Its FP8 backward is wrong for queries behind the last multiple of 16, here {a.size.sq}."
+    return None
+
+
 def _train_one_pair(a: Ask) -> str | None:
     return "Its backward takes more than one query and key." if a.size.sq == a.size.skv == 1 else None
 
@@ -410,6 +416,7 @@ FP8_RULES: tuple[Rule, ...] = (
 )
 TRAINING_RULES: tuple[Rule, ...] = (
     _train_width,
+    _train_fp8_queries,
     _train_one_pair,
     _train_packed_sink,
     _train_bias_of_keys,

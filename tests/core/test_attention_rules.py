@@ -90,6 +90,7 @@ REFUSED = {
     "_fp8_softmax": ({"fp8": True, "softmax": "off-by-one"}, "sink"),
     "_fp8_extras": ({"fp8": True, "dropout": 0.1}, "dropout"),
     "_train_width": ({"size": {"d_qk": 512, "d_v": 512}}, "256, this is 512"),
+    "_train_fp8_queries": ({"fp8": True, "size": {"sq": 24}}, "last multiple of 16, here 24"),
     "_train_one_pair": ({"size": {"sq": 1, "skv": 1}}, "more than one query and key"),
     "_train_packed_sink": ({**THD, "softmax": "learnable"}, "9.26"),
     "_train_bias_of_keys": ({"bias": "post_scale_bias", "keys": {"bias_rows": 1}}, "without a query dimension"),
