@@ -473,6 +473,29 @@ def test_what_is_refused(pair: Ranks, number: int) -> None:
         assert re.search(REFUSED[number], text), text
 
 
+def differing(rank: Rank, name: str, *values: Any) -> str:
+    """The error of ranks whose attention has other values of an option."""
+    mode = values[rank.number] if name == "cp_comm_type" else "p2p"
+    options = {"attn_mask_type": "causal"} if name == "cp_comm_type" else {name: values[rank.number]}
+    module = attention(cp_group=dist.group.WORLD, cp_comm_type=mode, **options)
+    tensors = [drawn(rank, 8, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
+    try:
+        module(*tensors)
+    except ArgumentError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("cp_comm_type", ("p2p", "all_gather")), ("attn_mask_type", ("causal", "no_mask")), ("softmax_scale", (0.1, 0.2))],
+)
+def test_ranks_that_run_something_else_are_told(pair: Ranks, name: str, values: tuple[Any, Any]) -> None:
+    """Before they exchange anything, on every rank, with what each has."""
+    for said in pair.run(differing, name, *values):
+        assert said.startswith("context parallelism") and "ranks" in said, said
+
+
 #: By feature of the table: options of the module, and of its forward besides lengths.
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no mask": ({}, {}),
