@@ -239,7 +239,8 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
         {"given": "quantized"},
         {"packing": "qkv", "interleaved": True},
         {"packing": "qkv", "core": {"right": 0}},
-        {"packing": "qkv", "tokens": 20},
+        {"packing": "qkv", "tokens": 20, "plain_backward": True},
+        {"packing": "qkv", "tokens": 48},
     ],
 }
 
