@@ -19,7 +19,7 @@ from te_core.errors import ArgumentError
 from te_core.layers.context import layer as over_ranks
 from te_core.layers.context.layer import Communicators, Place, communicators
 from te_core.layers.context.products import Plain
-from te_core.layers.context.rules import check_context
+from te_core.layers.context.rules import OPERATION, check_context
 from te_core.layers.context.schedule import Context
 from te_core.layers.meeting import meet
 from te_core.ops import raw as ops
@@ -138,8 +138,8 @@ def forward(
     scales: Scales | None = None,
     comm: Communicators | None = None,
 ) -> tuple[tuple[Tensor, ...], AttentionSaved]:
-    """((out,), saved), or ((out, largest logits), saved) with `spec.core.max_logit`. `comm`: whom with the context is
-    shared."""
+    """((out,), saved), or ((out, largest logits), saved) with `spec.core.max_logit`. `comm`: the
+    ranks that share each sequence."""
     if spec.copies:
         q, b, c = ops.rope_qkv(rt, a, None, None, **split_options(spec))
         assert q is not None
@@ -242,7 +242,7 @@ def _over_ranks(
     assert context is not None
     check_context(spec.core, context, *parts, inputs.bias)
     for one in communicators(context, comm):
-        meet(rt, one, "DotProductAttention", spec, q=q, k=k, v=v)
+        meet(rt, one, "DotProductAttention", spec, OPERATION, q=q, k=k, v=v)
     rows = Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner)
     made = over_ranks.forward(parts, rows, Place(rt, context, comm, spec.core, terms_of(inputs)))
     frames: tuple[Tensor | None, Tensor | None] = None, None

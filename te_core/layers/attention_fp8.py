@@ -92,7 +92,7 @@ def forward(
     inspectors: Sequence[Inspector | None] = (None,),
     comm: Communicators | None = None,
 ) -> tuple[tuple[Value], AttentionSaved]:
-    """((out,), saved). `comm`: whom with the context is shared."""
+    """((out,), saved). `comm`: the ranks that share each sequence."""
     if scales is None or scales.forward_scale is None:  # P and dS always have a history
         raise without_state("the forward of attention in FP8")
     check(spec)

@@ -37,7 +37,7 @@ from te_core.layers.context import layer as over_ranks
 from te_core.layers.context.exchange import Exchange
 from te_core.layers.context.layer import Communicators, Place, communicators
 from te_core.layers.context.products import Fp8
-from te_core.layers.context.rules import check_context
+from te_core.layers.context.rules import OPERATION, check_context
 from te_core.layers.inspector import Inspector, offer
 from te_core.layers.meeting import meet
 from te_core.ops import raw as ops
@@ -59,7 +59,7 @@ def met(
     assert spec.attention.context is not None
     ranks = communicators(spec.attention.context, comm)
     for one in ranks:
-        meet(rt, one, "DotProductAttention", spec, **dict(zip("abc", inputs, strict=True)))
+        meet(rt, one, "DotProductAttention", spec, OPERATION, **dict(zip("abc", inputs, strict=True)))
     return ranks
 
 

@@ -37,20 +37,20 @@ _SAID = {
     "eps": "epsilon",
 }
 _SHOWN = 6  # differences in an error
+_TENSOR = "tensor parallelism"
 
 
-def meet(rt: Any, comm: Any, layer: str, spec: Any, **operands: Any) -> None:
+def meet(rt: Any, comm: Any, layer: str, spec: Any, operation: str = _TENSOR, /, **operands: Any) -> None:
     """At the first call on this communicator, see that all ranks run the same: the layer, what its spec says, which
     operands it has, and their shapes. What they have agreed on before they do not compare again: a rank that alone has
     made its call anew would wait for the others."""
     if not comm.met:
         given = {name: "none" if t is None else f"{tuple(t.shape)}" for name, t in operands.items()}
-        what = "context" if layer == "DotProductAttention" else "tensor"  # attention alone has no weights
-        agree_once(rt, comm, {"layer": layer, **given, **dict(facts_of(spec)), **comm.around}, f"{what} parallelism")
+        agree_once(rt, comm, {"layer": layer, **given, **dict(facts_of(spec)), **comm.around}, operation)
         comm.met = True
 
 
-def agree_once(rt: Any, comm: Any, facts: Facts, operation: str = "tensor parallelism") -> None:
+def agree_once(rt: Any, comm: Any, facts: Facts, operation: str = _TENSOR) -> None:
     """Raise on every rank where the ranks' facts differ. Facts that they have compared before cost no exchange."""
     text = repr(facts)
     if text not in comm.agreed:

@@ -72,17 +72,15 @@ def gemm_quantized(
     split_accumulator: bool = True,
     emulate: bool = False,
     strict: bool = False,
-    route: Route | None = None,
 ) -> None:
     """out [r, c] = A B^T + bias, added to what out held if `accumulate`.
 
-    A is the rowwise copy of a [r, P] (contracted along P) or the columnwise copy of a [P, r]; likewise B. `route` is
-    that of their formats here, where the caller knows it.
+    A is the rowwise copy of a [r, P] (contracted along P) or the columnwise copy of a [P, r]; likewise B.
     """
     place = rt.device
     if place is META:
         return
-    how, reason = gemm_route(place, a.format, b.format) if route is None else route
+    how, reason = gemm_route(place, a.format, b.format)
     if how == "dequantized" and strict:
         raise UnsupportedError(
             "gemm",

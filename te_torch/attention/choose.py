@@ -27,8 +27,8 @@ from te_core.attention_rules import cudnn_attention, fp8_refusal
 from te_core.device import DeviceInfo
 from te_core.dtypes import DType
 from te_core.errors import LibraryError, UnsupportedError
-from te_core.layers.context.calls import attentions
 from te_core.layers.context.schedule import Context
+from te_core.layers.context.sides import attentions
 from te_torch.attention.env import Switches
 
 FLASH2, FLASH3, FLASH4 = "FlashAttention 2", "FlashAttention 3", "FlashAttention 4"

@@ -58,6 +58,7 @@ from te_torch.export.handed import Handed
 from te_torch.forks import fork_of
 from te_torch.function import noting
 from te_torch.parallel.context.groups import context_groups
+from te_torch.parallel.groups import check_reduction
 from te_torch.precisions import precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import default_device
@@ -458,8 +459,8 @@ class DotProductAttention(BaseModule):
             return None
         precision = precision_of(number)
         if precision is not None and precision.history is not None:
-            region = active.region
-            self._context.check_reduction(OPERATION, precision.history, None if region is None else region.group)
+            over, groups = None if active.region is None else active.region.group, self._context.groups
+            check_reduction(OPERATION, precision.history, over, groups, "context", "FP8 attention over ranks")
         return self._context.communicators(OPERATION)
 
     def _of_custom(self, number: int) -> int:

@@ -252,17 +252,24 @@ def spec_of(static: Static, key: Key, sizes: Sizes, deterministic: bool) -> Atte
 
 
 def _refuse_over_ranks(key: Key) -> None:
-    """What is given whole, or changes scores or keys, where sequences lie cut over ranks."""
-    for given, what, do in (
-        (key.mask is not None, "attention_mask", "pass cu_seqlens of the whole sequences, with a mask type of padding"),
-        (key.cached or key.pages is not None, "inference_params", "generate on one rank"),
-        (bool(key.score_mod), "score_mod or torch_score_mod", "leave the functions of the scores out"),
-        (key.form == "thd" and "padding" not in key.mask_type, f"thd with {key.mask_type!r}", "use a padding type"),
+    """Refuse what needs whole rows of scores, or keys that no rank has."""
+    for given, what, allowed, do in (
+        (
+            key.mask is not None,
+            "attention_mask",
+            "lengths of sequences (cu_seqlens_q and cu_seqlens_kv)",
+            "pass cu_seqlens of the whole sequences, with a mask type of padding",
+        ),
+        (key.cached or key.pages is not None, "inference_params", "forwards without a cache", "generate on one rank"),
+        (
+            bool(key.score_mod),
+            "score_mod or torch_score_mod",
+            "scores changed by a bias or by slopes",
+            "leave the functions of the scores out",
+        ),
     ):
         if given:
-            raise UnsupportedError(
-                OPERATION, f"{what} under context parallelism", "calls of whole sequences without it", do
-            )
+            raise UnsupportedError(OPERATION, f"{what} under context parallelism", allowed, do)
 
 
 def _check_context(static: Static, key: Key, spec: AttentionSpec, sizes: Sizes) -> None:

@@ -18,7 +18,7 @@ from te_torch.base.options import mode_of
 from te_torch.base.sharding import MarkedModule
 from te_torch.doors import never_traced
 from te_torch.parallel.communicator import GroupCommunicator
-from te_torch.parallel.groups import group_of
+from te_torch.parallel.groups import check_reduction, group_of
 from te_torch.runtime import constant_at_trace, runtime_for
 
 #: Options that a rank may have for itself: they change nothing of what the ranks compute together.
@@ -94,7 +94,9 @@ class TensorParallel(Documented, MarkedModule):
         if self.tp_size == 1 or mode is None:
             return None
         if self.sequence_parallel and precision is not None and precision.history is not None:
-            self._check_reduction(precision)
+            operation, over = f"{type(self).__name__}.forward", None if active.region is None else active.region.group
+            groups = () if self._team is None else (self._team.group,)
+            check_reduction(operation, precision.history, over, groups, "tensor-parallel", "sequence_parallel=True")
         symmetric = None if self.sequence_parallel or mode == "column" else self.symmetric_ar_type
         return Split(mode, self.tp_size, self.sequence_parallel, symmetric)
 
@@ -123,27 +125,6 @@ class TensorParallel(Documented, MarkedModule):
         """See that all ranks of the group, if there is one, run what these facts say."""
         if self.tp_size > 1 and self.tp_group is not None and device.type != "meta":
             agree_once(runtime_for(torch.empty(0, device=device)), self._communicator(True), facts)
-
-    def _check_reduction(self, precision: Precision) -> None:
-        """Bytes of several ranks have one scale only where their maxima are reduced over all of them."""
-        operation, history, region = f"{type(self).__name__}.forward", precision.history, active.region
-        if history is not None and not history.reduce_amax:
-            raise ArgumentError(
-                operation,
-                "DelayedScaling(reduce_amax=False) with sequence_parallel=True",
-                "reduce_amax=True: the ranks gather one another's bytes, so their scales have to be equal",
-                "leave reduce_amax out",
-            )
-        group = None if region is None else region.group
-        if group is not None and self.tp_group is not None:
-            missing = set(dist.get_process_group_ranks(self.tp_group)) - set(dist.get_process_group_ranks(group))
-            if missing:
-                raise ArgumentError(
-                    operation,
-                    f"an amax_reduction_group without ranks {sorted(missing)} of the tensor-parallel group",
-                    "a group that contains the tensor-parallel one",
-                    "make a larger group, or leave amax_reduction_group out",
-                )
 
     # ------------------------------------------------------------------------------- marks for trainers
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from te_core.errors import ArgumentError
+from te_core.precision import History
 
 
 def group_of(operation: str, given: Any, name: str = "tp_group") -> Any:
@@ -20,3 +22,28 @@ def group_of(operation: str, given: Any, name: str = "tp_group") -> Any:
         names = given.mesh_dim_names or given.mesh.shape
         raise ArgumentError(operation, f"{name}=DeviceMesh of {given.ndim} dimensions {tuple(names)}", allowed, do)
     return given.get_group()
+
+
+def check_reduction(operation: str, history: History, over: Any, groups: Sequence[Any], kind: str, use: str) -> None:
+    """Ranks that exchange codes have one scale only if maxima are reduced over all of these ranks.
+
+    `over`: the group that maxima are reduced over; None: all ranks. `groups`, of this kind, exchange codes in `use`.
+    """
+    if not history.reduce_amax:
+        raise ArgumentError(
+            operation,
+            f"DelayedScaling(reduce_amax=False) with {use}",
+            "reduce_amax=True: the ranks send one another codes, so their scales have to be equal",
+            "leave reduce_amax out",
+        )
+    if over is None:
+        return
+    ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+    missing = ranks - set(dist.get_process_group_ranks(over))
+    if missing:
+        raise ArgumentError(
+            operation,
+            f"an amax_reduction_group without ranks {sorted(missing)} of the {kind} group",
+            f"a group that contains the {kind} one",
+            "make a larger group, or leave amax_reduction_group out",
+        )

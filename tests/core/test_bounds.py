@@ -17,7 +17,7 @@ BOUNDS = {
     "env._told": "1000",
     "kernels.compiler._headers": "header files",
     "layers.attention._parts": "1024, the least recently used goes",
-    "layers.context.calls.planned": "1024, the least recently used goes",
+    "layers.context.sides.planned": "1024, the least recently used goes",
     "libraries._handles": "libraries",
     "naming._renamed": "our classes",
     "precision._resolved": "living precisions",

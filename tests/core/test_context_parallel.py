@@ -16,8 +16,8 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import attention
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
 from te_core.layers.communicator import InProcessRanks
-from te_core.layers.context.calls import attentions
 from te_core.layers.context.schedule import Context, Load, schedule
+from te_core.layers.context.sides import attentions
 from te_core.ops import raw
 from te_core.ops.attention_terms import NOTHING, sizes_of
 from te_core.tape import taped

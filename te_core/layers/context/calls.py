@@ -1,249 +1,26 @@
-"""The calls of a schedule on a rank's tensors: views of chunks, lengths of parts of sequences, and sums of results.
+"""The calls of a schedule, carried out on a rank's tensors.
 
 Chunks of dense formats are views. In packed ones a call is given whole tensors, and lengths and places by which it
 finds its chunks in them; it leaves zeros elsewhere. Nothing is copied.
-
-A result of several calls (the output, dQ) adds up in float32 and is rounded once, by a `Chain`: the first call writes
-where the result will stand, later ones are added, the last sum is rounded into its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from te_core import dtypes
-from te_core.attention import DIMENSIONS, AttentionSpec, Lengths, Sizes
-from te_core.dtypes import DType
+from te_core.attention import DIMENSIONS, AttentionSpec, Lengths
 from te_core.layers.context.products import Products
-from te_core.layers.context.schedule import Call, Context, Schedule, Step, chunks_of, schedule
+from te_core.layers.context.schedule import Context
+from te_core.layers.context.sides import Sides, band, call_spec, planned
+from te_core.layers.context.sums import Chain, Logits, Outputs, half_of, like, slab
 from te_core.ops import raw as ops
 from te_core.ops.attention_terms import Terms
 from te_core.ops.context import Span
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
-#: More calls than ranks no rank has, unless it is these.
+#: A rank makes at most this many calls beyond one for each rank.
 _MOST = 4
-
-
-class Piece(NamedTuple):
-    """A range of a rank's queries, as one of the calls that add up to its result."""
-
-    half: int | None  # 0 or 1; None: both, or packed tensors as they are
-    number: int  # of the call in this range, from 0
-    last: bool
-
-
-class Sides(NamedTuple):
-    """What a call attends with: spans of its queries and keys where lengths matter, and its place in the sums."""
-
-    call: Call
-    source: int | None
-    number: int  # among the rank's calls
-    queries: Span
-    keys: Span
-    pieces: tuple[Piece, ...]
-
-
-@lru_cache(maxsize=1024)
-def planned(context: Context, rank: int, bounds: tuple[int, int], packed: bool) -> tuple[Schedule, tuple[Sides, ...]]:
-    """(the schedule of a rank, what its calls attend with). `bounds`: of the band, left and right."""
-    made = schedule(context, rank, AttentionSpec(1.0, left=bounds[0], right=bounds[1]))
-    return made, sides(made, packed)
-
-
-def sides(made: Schedule, packed: bool) -> tuple[Sides, ...]:
-    """All calls of a schedule, in order."""
-    size, rank = made.context.ring, made.rank // made.context.heads
-    own = chunks_of(size, rank)
-    listed = [(step, call) for step in made.steps for call in step.calls]
-    pieces = _pieces([call for _, call in listed], own, packed)
-    return tuple(
-        Sides(
-            call,
-            step.source,
-            number,
-            Span(_ranges(call.queries), size, own.index(call.queries[0])),
-            _keys(step, call, size),
-            pieces[number],
-        )
-        for number, (step, call) in enumerate(listed)
-    )
-
-
-def _ranges(chunks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Chunks that follow one another, as ranges."""
-    found: list[tuple[int, int]] = []
-    for chunk in chunks:
-        if found and found[-1][1] == chunk:
-            found[-1] = found[-1][0], chunk + 1
-        else:
-            found.append((chunk, chunk + 1))
-    return tuple(found)
-
-
-def _keys(step: Step, call: Call, size: int) -> Span:
-    if step.source is not None:
-        return Span(_ranges(call.keys), size, 0)
-    return Span(_ranges(call.keys), 1, call.keys[0], max(call.before, 0))
-
-
-def _pieces(calls: Sequence[Call], own: tuple[int, int], packed: bool) -> list[tuple[Piece, ...]]:
-    """For each call the ranges that its result goes to. Both halves are one range while they stand alike."""
-    if packed:
-        return [(Piece(None, i, i == len(calls) - 1),) for i in range(len(calls))]
-    total = [sum(chunk in call.queries for call in calls) for chunk in own]
-    done, found = [0, 0], []
-    for call in calls:
-        halves = [half for half in (0, 1) if own[half] in call.queries]
-        made = [Piece(half, done[half], done[half] == total[half] - 1) for half in halves]
-        if len(made) == 2 and _alike(*made):
-            made = [made[0]._replace(half=None)]
-        for half in halves:
-            done[half] += 1
-        found.append(tuple(made))
-    return found
-
-
-def _alike(a: Piece, b: Piece) -> bool:
-    return min(a.number, 2) == min(b.number, 2) and a.last == b.last
-
-
-# ---------------------------------------------------------------------------------------------- views
-
-
-def slab(t: Tensor, axis: int, start: int, stop: int) -> Tensor:
-    """A range of a dimension, as a view."""
-    steps = t.row_major_strides()
-    shape = (*t.shape[:axis], stop - start, *t.shape[axis + 1 :])
-    at = t.ptr + t.dtype.nbytes(start * steps[axis])
-    dense = axis == 0 and t.is_contiguous  # rows of a dense tensor are one
-    return Tensor(at, shape, t.dtype, t.device, t.owner, None if dense else steps)
-
-
-def half_of(t: Tensor, form: str, half: int | None, *, stats: bool = False) -> Tensor:
-    """One of the two chunks of a rank's tensor, or of its statistics."""
-    if half is None or form == "thd":
-        return t
-    axis = t.ndim - 1 if stats else DIMENSIONS[form][1]
-    count = t.shape[axis] // 2
-    return slab(t, axis, half * count, (half + 1) * count)
-
-
-def like(rt: Runtime, t: Tensor, form: str, dtype: DType) -> Tensor:
-    """Memory for a gradient: dense; of a packed tensor with that one's strides, as cuDNN has to find it."""
-    if form != "thd" or t.is_contiguous:
-        return rt.empty(t.shape, dtype)
-    steps = t.row_major_strides()
-    block = rt.empty((t.shape[0], steps[0]), dtype)
-    return Tensor(block.ptr, t.shape, dtype, t.device, block, steps)
-
-
-# ---------------------------------------------------------------------------------------------- sums
-
-
-class Chain:
-    """What several calls add up to: rounded once, into its target."""
-
-    __slots__ = ("_sum", "form", "rt", "target")
-
-    def __init__(self, rt: Runtime, target: Tensor, form: str) -> None:
-        self.rt, self.target, self.form = rt, target, form
-        self._sum: Tensor | None = None
-
-    def place(self, side: Sides) -> Tensor | None:
-        """Where a call may write its result at once; None where it is to be added to others."""
-        pieces = side.pieces
-        if any(piece.number for piece in pieces):
-            return None
-        return half_of(self.target, self.form, pieces[0].half if len(pieces) == 1 else None)
-
-    def _ends(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """(what a result is added to, where the sum goes), of a piece that is not the first of its range."""
-        if self._sum is None and (piece.number > 1 or not piece.last):
-            self._sum = self.rt.empty(self.target.shape, dtypes.float32)
-        a = self.target if piece.number == 1 else self._sum
-        out = self.target if piece.last else self._sum
-        assert a is not None and out is not None
-        return half_of(a, self.form, piece.half), half_of(out, self.form, piece.half)
-
-    def _part(self, t: Tensor, side: Sides, piece: Piece, *, stats: bool = False) -> Tensor:
-        """The rows of a call's result that belong to a piece."""
-        whole = len(side.call.queries) != 1
-        return half_of(t, self.form, piece.half, stats=stats) if whole else t
-
-    def add(self, side: Sides, t: Tensor) -> None:
-        """Add a call's result."""
-        for piece in side.pieces:
-            a, out = self._ends(piece)
-            ops.context_sum(self.rt, a, self._part(t, side, piece), out=out)
-
-
-class Outputs(Chain):
-    """Partial outputs, weighted by their statistics; the sink is a term of the last sum alone."""
-
-    __slots__ = ("sink", "softmax", "stats")
-
-    def __init__(self, rt: Runtime, target: Tensor, core: AttentionSpec, sink: Tensor | None) -> None:
-        super().__init__(rt, target, core.q_format)
-        self.softmax, self.sink = core.softmax, sink
-        self.stats: Tensor | None = None  # of all queries
-
-    def join(self, side: Sides, out: Tensor, stats: Tensor) -> None:
-        """Take a call's output; one that was written to its `place` stands there."""
-        if self.stats is None and len(side.call.queries) != 1:
-            self.stats = stats
-        for piece in side.pieces:
-            part = self._part(stats, side, piece, stats=True)
-            if piece.number == 0:
-                self._begin(piece, part)
-                a, b, b_stats, into = half_of(self.target, self.form, piece.half), None, None, None
-                if not piece.last or self.softmax == "vanilla":
-                    continue
-                into = a
-            else:
-                a, into = self._ends(piece)
-                b, b_stats = self._part(out, side, piece), part
-            assert self.stats is not None
-            of_piece = half_of(self.stats, self.form, piece.half, stats=True)
-            softmax, sink = (self.softmax, self.sink) if piece.last else ("vanilla", None)
-            ops.attention_merge(
-                self.rt, a, of_piece, b, b_stats, out=into, stats=of_piece, form=self.form, softmax=softmax, sink=sink
-            )
-
-    def _begin(self, piece: Piece, stats: Tensor) -> None:
-        """The first statistics of a range."""
-        if piece.half is None:
-            self.stats = stats
-        if self.stats is None:
-            self.stats = self.rt.empty((*stats.shape[:-1], 2 * stats.shape[-1]), stats.dtype)
-        place = half_of(self.stats, self.form, piece.half, stats=True)
-        if place.ptr != stats.ptr:
-            ops.context_sum(self.rt, stats, None, out=place)
-
-
-class Logits:
-    """The largest logits of each call."""
-
-    __slots__ = ("parts", "rt")
-
-    def __init__(self, rt: Runtime, calls: int, heads: int) -> None:
-        self.rt, self.parts = rt, rt.empty((calls, heads), dtypes.float32)
-
-    def put(self, number: int, found: Tensor) -> None:
-        """Those of a call."""
-        place = self.parts.rows(number, number + 1).reshape(found.shape[0])
-        ops.context_sum(self.rt, found, None, out=place)
-
-    def largest(self, heads: int, first: int) -> Tensor:
-        """[heads]: of this rank's heads those over all calls; they begin with head `first`."""
-        return ops.context_max(self.rt, self.parts, heads=heads, first=first)
-
-
-# ---------------------------------------------------------------------------------------------- a rank's problem
 
 
 class Problem:
@@ -376,7 +153,7 @@ class Problem:
         if side.source is not None:
             return t if len(call.keys) == 2 else half_of(t, form, 0)
         chunk = t.shape[axis] // (2 * self.schedule.context.ring)
-        start, stop = _band(call, chunk, t.shape[axis])
+        start, stop = band(call, chunk, t.shape[axis])
         return slab(t, axis, start, stop)
 
     def _tokens(self, q: Tensor, k: Tensor) -> tuple[int, int]:
@@ -414,85 +191,6 @@ class Problem:
         chunk = part.shape[3] // len(side.call.keys)
         for i, key in enumerate(side.call.keys):
             yield slab(part, 3, i * chunk, (i + 1) * chunk), slab(whole, 3, key * chunk, (key + 1) * chunk)
-
-
-def call_spec(core: AttentionSpec, side: Sides, queries: int, keys: int, *, backward: bool = False) -> AttentionSpec:
-    """What a call computes, of tensors with so many tokens in a row (thd: in all)."""
-    call, packed = side.call, core.q_format == "thd"
-    longest = core.max_q, core.max_kv
-    if packed:  # a chunk has no more than half of a rank's tokens
-        halves = len(call.queries) == 1, side.source is not None and len(call.keys) == 1
-        longest = _bound(core.max_q, queries, halves[0]), _bound(core.max_kv, keys, halves[1])
-    bounds = -1, 0 if call.mask == "causal" else -1
-    if call.mask == "band":
-        bounds = call.before, call.behind
-        if not packed:  # by a band that begins top-left, which cuDNN has with all else
-            shift = call.keys[0] * queries - _band(call, queries, 0)[0]
-            bounds = (bounds[0] - shift if bounds[0] >= 0 else -1), (bounds[1] + shift if bounds[1] >= 0 else -1)
-    return _spec(core, bounds, call.mask == "band" and packed, longest, backward)
-
-
-def attentions(core: AttentionSpec, context: Context, size: Sizes) -> list[tuple[AttentionSpec, Sizes]]:
-    """All that the ranks compute forward, each kind once: what a backend has to be able to do.
-
-    `size`: of a rank's tensors; in thd their tokens stand for its queries and keys.
-    """
-    parts, packed = context.heads, core.q_format == "thd"
-    size = size._replace(
-        sq=size.sq * parts, skv=size.skv * parts, heads=size.heads // parts, groups=max(1, size.groups // parts)
-    )
-    if parts > 1:
-        core = replace(core, default_slopes=False)
-    if context.ring == 1:
-        return [(core, size._replace(sq=core.max_q, skv=core.max_kv) if packed else size)]
-    found: dict[tuple[AttentionSpec, Sizes], None] = {}
-    for rank in range(0, context.size, parts):
-        for side in planned(context, rank, (core.left, core.right), packed)[1]:
-            queries, keys = _call_tokens(side, context, size, packed)
-            spec = call_spec(core, side, queries, keys)
-            found[spec, size._replace(sq=spec.max_q or queries, skv=spec.max_kv or keys)] = None
-    return [*found]
-
-
-def _call_tokens(side: Sides, context: Context, size: Sizes, packed: bool) -> tuple[int, int]:
-    """The tokens of a call's queries and keys in a row, of a rank with so many."""
-    call, gathered = side.call, side.source is None
-    if packed:
-        return size.sq, size.skv * (context.ring if gathered else 1)
-    if gathered:
-        start, stop = _band(call, size.skv // 2, size.skv * context.ring)
-        return size.sq // 2 * len(call.queries), stop - start
-    return size.sq // 2 * len(call.queries), size.skv // 2 * len(call.keys)
-
-
-def _spec(
-    core: AttentionSpec, bounds: tuple[int, int], bottom_right: bool, longest: tuple[int, int], backward: bool
-) -> AttentionSpec:
-    return replace(
-        core,
-        left=bounds[0],
-        right=bounds[1],
-        bottom_right=bottom_right,
-        softmax="vanilla",
-        max_logit=core.max_logit and not backward,
-        partial=backward,
-        max_q=longest[0],
-        max_kv=longest[1],
-    )
-
-
-def _bound(longest: int, tokens: int, half: bool) -> int:
-    """How long the parts of packed sequences are at most. A padded one may be longer than the longest real one."""
-    return max(1, min(longest, tokens // 2 if half else tokens))
-
-
-def _band(call: Call, chunk: int, total: int) -> tuple[int, int]:
-    """The first key of a call in sequence order, and the one behind its last."""
-    start, stop = call.keys[0] * chunk, (call.keys[-1] + 1) * chunk
-    if call.mask == "band":
-        start = max(0, start - call.before) if call.before >= 0 else 0
-        stop = min(total, stop + call.behind) if call.behind >= 0 else total
-    return start, stop
 
 
 def _chunk(t: Tensor, form: str) -> int:

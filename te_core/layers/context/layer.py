@@ -13,10 +13,12 @@ from te_core.attention import AttentionSpec
 from te_core.errors import ArgumentError
 from te_core.layers.communicator import Communicator
 from te_core.layers.context import gather, ring
-from te_core.layers.context.calls import Logits, Problem
+from te_core.layers.context.calls import Problem
 from te_core.layers.context.exchange import Exchange
 from te_core.layers.context.products import Plain, Products, Three
+from te_core.layers.context.rules import OPERATION
 from te_core.layers.context.schedule import Context
+from te_core.layers.context.sums import Logits
 from te_core.ops import raw as ops
 from te_core.ops.attention_terms import Terms
 from te_core.runtime import Runtime
@@ -120,7 +122,7 @@ def communicators(context: Context, comm: Communicators | None) -> tuple[Communi
     if [c.size for c in comms] == sizes:
         return comms
     raise ArgumentError(
-        "context parallelism",
+        OPERATION,
         f"communicators ({', '.join(f'one of {c.size} ranks' for c in comms) or 'none'}) with "
         f"cp_comm_type={context.mode!r}",
         f"{' and '.join(f'one of {n} ranks' for n in sizes) or 'none, or one of 1 rank'}; for a2a+p2p a list of two "

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from te_core import dtypes
 from te_core.layers.communicator import Communicator, Handle
-from te_core.layers.context.calls import Chain, Logits, Outputs, Problem, Sides, half_of
+from te_core.layers.context.calls import Problem
 from te_core.layers.context.schedule import gradient_bytes
+from te_core.layers.context.sides import Sides
+from te_core.layers.context.sums import Chain, Logits, Outputs, half_of
 from te_core.layers.context.traffic import apart, packed
 from te_core.ops import raw as ops
 from te_core.runtime import Runtime

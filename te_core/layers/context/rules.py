@@ -14,6 +14,8 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.context.schedule import MODES, Context
 from te_core.tensor import Tensor
 
+OPERATION = "context parallelism"
+
 
 class Cut(NamedTuple):
     """One attention over ranks, as far as the rules look at it."""
@@ -173,7 +175,7 @@ def check(cut: Cut) -> None:
         found = rule(cut)
         if found is not None:
             kind = ArgumentError if rule in _ARGUMENTS else UnsupportedError
-            raise kind("context parallelism", *found)
+            raise kind(OPERATION, *found)
 
 
 def check_context(
@@ -184,4 +186,4 @@ def check_context(
     check(Cut(core, context, q.shape[-2], k.shape[-2], (tokens[0], tokens[1])))
     wrong = None if bias is None else bias_refusal(core, context, bias.shape, (tokens[0], tokens[1]))
     if wrong is not None:
-        raise ArgumentError("context parallelism", *wrong)
+        raise ArgumentError(OPERATION, *wrong)

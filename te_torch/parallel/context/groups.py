@@ -11,7 +11,6 @@ import torch.distributed as dist
 from te_core.errors import ArgumentError
 from te_core.layers.communicator import Communicator
 from te_core.layers.context.schedule import MODES, Context
-from te_core.precision import History
 from te_torch.parallel.communicator import GroupCommunicator
 from te_torch.parallel.groups import group_of
 
@@ -56,27 +55,6 @@ class ContextGroups:
             "the groups of this process: process groups are not pickled",
             "call set_context_parallel_group before the first forward",
         )
-
-    def check_reduction(self, operation: str, history: History, group: Any) -> None:
-        """Codes of several ranks have one scale only where their maxima are reduced over all of them."""
-        if not history.reduce_amax:
-            raise ArgumentError(
-                operation,
-                "DelayedScaling(reduce_amax=False) in FP8 attention over ranks",
-                "reduce_amax=True: the ranks send one another codes, so their scales have to be equal",
-                "leave reduce_amax out",
-            )
-        if group is None:
-            return
-        ranks = {rank for own in self.groups for rank in dist.get_process_group_ranks(own)}
-        missing = ranks - set(dist.get_process_group_ranks(group))
-        if missing:
-            raise ArgumentError(
-                operation,
-                f"an amax_reduction_group without ranks {sorted(missing)} of the context group",
-                "a group that contains the context group",
-                "make a larger group, or leave amax_reduction_group out",
-            )
 
     def communicators(self, operation: str) -> Communicator | tuple[Communicator, ...]:
         """What connects the ranks, for one call of the module."""
