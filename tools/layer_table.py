@@ -1,11 +1,11 @@
-"""The table of layers (te_core/calls.py) as docs/functional.md shows it.
+"""The table of layers (te_core/layers/table.py) as docs/functional.md shows it.
 
 python tools/layer_table.py
 """
 
 from __future__ import annotations
 
-from te_core.calls import LAYERS
+from te_core.layers.table import LAYERS
 
 
 def table() -> str:

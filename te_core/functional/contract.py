@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from te_core import dtypes
-from te_core.calls import Argument
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
+from te_core.layers.entries import Argument
 from te_core.ops.activation import is_gated
 from te_core.quantized import QuantizedTensor
 from te_core.tensor import CPU, Device, Tensor

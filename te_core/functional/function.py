@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from te_core import dtypes
-from te_core.calls import LAYERS, Call, call, precision_of
+from te_core.calls import Call, call, precision_of
 from te_core.errors import ArgumentError
 from te_core.functional.arrays import Library, library_of, read
 from te_core.functional.contract import Contract, check_all, check_offsets, check_row_map
 from te_core.functional.scaling import Scaling, check_scaling
 from te_core.layers.grouped_linear import Groups
 from te_core.layers.linear import Sink
+from te_core.layers.table import LAYERS
 from te_core.ops import _check
 from te_core.precision import Precision
 from te_core.quantized import QuantizedTensor
@@ -36,7 +37,7 @@ class Where(NamedTuple):
 
 
 class Function:
-    """A layer by its name in `te_core.calls.LAYERS`.
+    """A layer by its name in `te_core.layers.table.LAYERS`.
 
     Returns (y, back), or ((y, ...), back) where options ask for more outputs. `back(dy)` gives the gradients of what
     `needs` names (all that has one, if it is left out) by name.
@@ -342,7 +343,7 @@ class Back:
     ) -> dict[str, Any]:
         """The gradients by name, of what forward's `needs` named.
 
-        `dy` is the gradient of y; of several outputs a tuple, None for one that was not used behind the first. `into`
+        `dy` is the gradient of y; of several outputs a tuple, None for one behind the first that was not used. `into`
         has arrays that weights' gradients are written into, or added to with `accumulate`. What was kept is let go of,
         so it works once, unless `keep`.
         """
@@ -405,7 +406,7 @@ class Back:
                 allowed = (
                     f"a dense array {weight.shape} of {' or '.join(d.name for d in dict.fromkeys(kinds))} to write to"
                 )
-                got = f"into[{name!r}] = {t!r}" + "" * t.writable + " in read-only memory" * (not t.writable)
+                got = f"into[{name!r}] = {t!r}" + ("" if t.writable else " in read-only memory")
                 raise ArgumentError(op, got, allowed, "correct it, or leave it out")
             found[name] = Sink(t, bool(accumulate))
         return found

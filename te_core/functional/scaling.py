@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from te_core import dtypes
-from te_core.calls import Layer, precision_of
+from te_core.calls import precision_of
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.functional.arrays import library_of, read
+from te_core.layers.entries import Layer
 from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState
 from te_core.precision import Precision

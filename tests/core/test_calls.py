@@ -10,6 +10,8 @@ import pytest
 
 from te_core import calls, dtypes
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers import table
+from te_core.layers.entries import Layer
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from tests.core.test_import_floors import ROOT
 
@@ -19,7 +21,7 @@ WITHOUT = {
     "te_core.layers.multihead": "composed of layers that have entries",
     "te_core.layers.transformer": "composed of layers that have entries",
 }
-LAYERS = tuple(calls.LAYERS.values())
+LAYERS = tuple(table.LAYERS.values())
 
 
 def _function(function: Any) -> Any:
@@ -27,7 +29,7 @@ def _function(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_arguments_stand_as_the_layer_takes_them(layer: calls.Layer) -> None:
+def test_arguments_stand_as_the_layer_takes_them(layer: Layer) -> None:
     takes = [p for p in _function(layer.forward) if p.kind is not Parameter.KEYWORD_ONLY]
     wanted = dict.fromkeys(argument.core for argument in layer.arguments)
     assert [p.name for p in takes] == ["rt", *wanted]
@@ -37,7 +39,7 @@ def test_arguments_stand_as_the_layer_takes_them(layer: calls.Layer) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_keywords_are_those_that_the_table_speaks_of(layer: calls.Layer) -> None:
+def test_keywords_are_those_that_the_table_speaks_of(layer: Layer) -> None:
     """A keyword that a layer gets one day has to be thought of here."""
     known = {"spec", "scales"} | ({"comm"} if layer.name == "attention" else set())  # over ranks: not offered here
     of_products = {"inspectors", "ready", "comm", "splits"} if layer.products else set()
@@ -47,11 +49,11 @@ def test_keywords_are_those_that_the_table_speaks_of(layer: calls.Layer) -> None
     assert ("ready" in forward) == bool(layer.products) and ("sinks" in backward) == bool(layer.products)
     assert ("release" in backward) == layer.releases
     assert backward <= known | of_products | {"sinks"} | {"release"}
-    assert layer.writes == (calls._WRITES if layer.products else ())
+    assert layer.writes == (table._WRITES if layer.products else ())
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_backward_takes_a_gradient_for_each_output(layer: calls.Layer) -> None:
+def test_backward_takes_a_gradient_for_each_output(layer: Layer) -> None:
     takes = [p.name for p in _function(layer.backward) if p.kind is not Parameter.KEYWORD_ONLY]
     assert takes[0] == "rt" and takes[-1] == "saved"
     assert len(takes) - 2 == len(layer.outputs) + (layer.name == "attention")  # its second output has no gradient
@@ -64,7 +66,7 @@ def test_no_layer_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_options_have_allowed_defaults(layer: calls.Layer) -> None:
+def test_options_have_allowed_defaults(layer: Layer) -> None:
     for name, option in layer.options.items():
         assert option.allows(option.default), name
         assert not option.allows([option.default]) and not option.allows("no such value")

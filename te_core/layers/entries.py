@@ -1,0 +1,147 @@
+"""What an entry of the table of layers says: the layer's functions, its arguments, its options, and its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from te_core.dtypes import DType
+from te_core.errors import ArgumentError
+from te_core.layers.linear import LinearSpec, Needs
+from te_core.layers.norm import NormSpec
+from te_core.layers.residual import AddSpec, BranchNeeds, Stream
+from te_core.precision import Precision
+
+
+class Argument(NamedTuple):
+    """A tensor that a layer takes, in the place where the core's function takes it.
+
+    `shape`: sizes by letters, which mean the same in all arguments of a layer; "..." and "LEAD" stand for any sizes in
+    front, the same ones each time, "*" for any others, "1|B" for 1 or B, "F'" for F or, of a gated activation, 2 F.
+    `dtypes`: "x" that of the first argument, "any" one of `ACTIVATION_DTYPES`, "weight" any of these with a recipe and
+    else x's, or names of types with bars between.
+    """
+
+    name: str  # "": not offered, and never there
+    core: str  # its name in the core
+    shape: str = ""
+    dtypes: str = "x"
+    optional: bool = False
+    gradient: bool = True  # backward gives one
+    strided: bool = False  # taken with any strides whose last one is 1
+    several: bool = False  # a sequence of tensors, one for each product
+
+
+class Option(NamedTuple):
+    """A value that a layer's call depends on. `implied` ones follow from the shapes of the arguments."""
+
+    default: Any
+    kind: type
+    choices: tuple[Any, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    none: bool = False  # None is allowed
+    implied: bool = False
+
+    def said(self) -> str:
+        """What is allowed, in words."""
+        if self.choices:
+            words = ", ".join(map(repr, self.choices))
+        elif self.kind is tuple:
+            words = "a pair of integers from -1 on"
+        elif self.kind is bool:
+            words = "True or False"
+        else:
+            words = {int: "an integer", float: "a finite number"}[self.kind]
+            words += "" if self.least is None else f" from {self.least:g}"
+            words += "" if self.most is None else f" to {self.most:g}"
+        return words + " or None" * self.none
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value is one of the allowed ones."""
+        if value is None:
+            return self.none
+        if self.choices:
+            return isinstance(value, str) and value in self.choices
+        if self.kind is bool:
+            return isinstance(value, bool)
+        if self.kind is tuple:
+            whole = isinstance(value, tuple) and len(value) == 2
+            return whole and all(type(n) is int and n >= -1 for n in value)
+        if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):
+            return False
+        least, most = -1e300 if self.least is None else self.least, 1e300 if self.most is None else self.most
+        return least <= value <= most  # which no NaN is
+
+
+class Asked(NamedTuple):
+    """What a layer's spec is made of."""
+
+    options: Mapping[str, Any]
+    dtype: DType
+    needs: frozenset[str]
+    precision: Precision | None
+
+    def any(self, *names: str) -> bool:
+        """Whether a gradient of one of these is wanted."""
+        return not self.needs.isdisjoint(names)
+
+    def linear(self, weight: str, bias: str, *before: str) -> LinearSpec:
+        """The spec of a linear behind what these arguments enter."""
+        needs = Needs(self.any(*before), weight in self.needs, bias in self.needs)
+        return LinearSpec(self.dtype, self.precision, needs)
+
+    def norm(self, kind: str | None = None) -> NormSpec:
+        """The spec of a norm."""
+        o = self.options
+        return NormSpec(self.dtype, kind or o["normalization"], float(o["eps"]), o["zero_centered_gamma"])
+
+    def stream(self) -> Stream | None:
+        """The residual stream of a layer that begins with a norm."""
+        if not self.options["stream"]:
+            return None
+        needs = BranchNeeds(*[name in self.needs for name in ("x", "residual_bias", "residual")])
+        return Stream(AddSpec(float(self.options["hidden_dropout"]), needs))
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of the core: its two functions, and all that its callers have to know."""
+
+    name: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    arguments: tuple[Argument, ...]
+    options: dict[str, Option]
+    spec: Callable[[Asked], Any]
+    outputs: tuple[str, ...] = ("y",)  # those that are always there, then those that options ask for
+    products: tuple[str, ...] = ()  # the weights of its GEMMs, in the order of the slots of its scaling state
+    draws: Callable[[Asked], bool] = lambda asked: False  # whether a call reads random numbers
+    releases: bool = False  # its backward takes `release`
+    #: What it writes besides its results: the maxima of a recipe with a history, a weight gradient's buffer.
+    writes: tuple[str, ...] = ()
+    about: str = ""
+    calls: dict[Any, Any] = field(default_factory=dict, repr=False)  # which `te_core.calls.call` has made
+
+    @property
+    def takes_recipe(self) -> bool:
+        """Whether it has products that a recipe quantizes."""
+        return bool(self.products)
+
+    def offered(self) -> tuple[Argument, ...]:
+        """The arguments that a caller may give."""
+        return tuple(a for a in self.arguments if a.name and a.dtypes != "draws")
+
+    def settled(self, operation: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All options by name, in the table's order, each an allowed value."""
+        for name in given:
+            if name not in self.options:
+                names = ", ".join(name for name, o in self.options.items() if not o.implied) or "none"
+                raise ArgumentError(operation, f"an option {name!r}", names, "correct the name")
+        found = {name: given.get(name, option.default) for name, option in self.options.items()}
+        for name, value in found.items():
+            option = self.options[name]
+            if not option.allows(value):
+                raise ArgumentError(operation, f"{name}={value!r}", option.said(), f"correct {name}")
+        return found

@@ -1,0 +1,313 @@
+"""The table of layers: what each takes and gives by name, for all that call layers by name.
+
+Names are those of te_torch's parameters and options. What a layer of `te_core.layers` takes or gives besides is not
+offered by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from te_core.attention import FORMATS, MASK_ALIASES, MASKS, SOFTMAX, AttentionSpec, canonical_mask, with_mask
+from te_core.layers import (
+    activation,
+    attention,
+    grouped_linear,
+    l2_norm,
+    linear,
+    mlp,
+    norm,
+    norm_linear,
+    permute,
+    rope,
+    softmax,
+)
+from te_core.layers import residual as added
+from te_core.layers.entries import Argument, Asked, Layer, Option
+from te_core.layers.linear import LinearSpec
+from te_core.layers.residual import AddSpec, BranchNeeds
+from te_core.ops.activation import KINDS, Clamp
+from te_core.ops.softmax import band_of
+
+
+def _clamp(asked: Asked) -> Clamp | None:
+    values = [asked.options[name] for name in ("limit", "alpha", "glu_linear_offset")]
+    if values == [None] * 3:
+        return None
+    return Clamp(*[float(b if a is None else a) for a, b in zip(values, Clamp(), strict=True)])
+
+
+def _norm_linear_spec(asked: Asked) -> norm_linear.NormLinearSpec:
+    before = "x", "layer_norm_weight", "layer_norm_bias", "residual", "residual_bias"
+    product = asked.linear("weight", "bias", *before)
+    return norm_linear.NormLinearSpec(asked.norm(), product, asked.options["return_layernorm_output"], asked.stream())
+
+
+def _mlp_spec(asked: Asked) -> mlp.MLPSpec:
+    before = "x", "layer_norm_weight", "layer_norm_bias", "residual", "residual_bias"
+    fc1 = asked.linear("fc1_weight", "fc1_bias", *before)
+    fc2 = asked.linear("fc2_weight", "fc2_bias", *before, "fc1_weight", "fc1_bias")
+    o = asked.options
+    return mlp.MLPSpec(
+        fc1,
+        fc2,
+        asked.norm(),
+        o["activation"],
+        return_norm=o["return_layernorm_output"],
+        clamp=_clamp(asked),
+        stream=asked.stream(),
+        checkpoint=o["checkpoint"],
+    )
+
+
+def _grouped_spec(asked: Asked) -> grouped_linear.GroupedSpec:
+    return grouped_linear.GroupedSpec((asked.linear("weight", "bias", "x"),) * asked.options["num_gemms"])
+
+
+def _attention_spec(asked: Asked) -> attention.AttentionLayerSpec:
+    o = asked.options
+    mask, form = canonical_mask("attention", o["attn_mask_type"]), o["qkv_format"]
+    scale = o["softmax_scale"]
+    core = AttentionSpec(
+        o["head_dim_qk"] ** -0.5 if scale is None else float(scale),
+        form,
+        form,
+        bias=o["core_attention_bias_type"],
+        softmax=o["softmax_type"],
+        softcap=float(o["logit_softcap"]),
+        dropout=float(o["attention_dropout"]),
+        deterministic=o["deterministic"],
+        max_q=o["max_seqlen_q"],
+        max_kv=o["max_seqlen_kv"],
+    )
+    core = with_mask(core, mask, o["window_size"] or (-1, -1), o["bottom_right_diagonal"])
+    core = replace(core, padded=True) if form == "thd" else core
+    needs = attention.AttentionNeeds(*[n in asked.needs for n in ("q", "k", "v", "core_attention_bias")])
+    needs = needs._replace(sink="softmax_offset" in asked.needs)
+    sizes = o["num_attention_heads"], o["num_gqa_groups"], o["head_dim_qk"], o["head_dim_v"]
+    return attention.AttentionLayerSpec(core, *sizes, needs)
+
+
+def _softmax_spec(asked: Asked) -> softmax.SoftmaxSpec:
+    o = asked.options
+    left, right = o["window_size"] or (-1, -1)
+    return softmax.SoftmaxSpec(float(o["scale"]), band_of(o["causal"], left, right), "softmax_offset" in asked.needs)
+
+
+def _rope_spec(asked: Asked) -> rope.RopeSpec:
+    return rope.RopeSpec(asked.options["tensor_format"], asked.options["interleaved"])
+
+
+def _activation_spec(asked: Asked) -> activation.ActivationLayerSpec:
+    return activation.ActivationLayerSpec(asked.options["activation"], _clamp(asked))
+
+
+def _l2_spec(asked: Asked) -> l2_norm.L2NormSpec:
+    return l2_norm.L2NormSpec(float(asked.options["eps"]))
+
+
+def _add_spec(asked: Asked) -> AddSpec:
+    needs = BranchNeeds(*[name in asked.needs for name in ("x", "bias", "residual")])
+    return AddSpec(float(asked.options["hidden_dropout"]), needs)
+
+
+def _permute_spec(asked: Asked) -> permute.PermuteSpec:
+    o = asked.options
+    return permute.PermuteSpec(o["tokens"], o["rows"], o["map_type"] == "mask")
+
+
+def _stochastic(asked: Asked) -> bool:
+    """Whether gradients are rounded by draws."""
+    grad = None if asked.precision is None else asked.precision.grad
+    rules = () if grad is None else (grad, grad.columnwise or grad)
+    return bool(asked.needs) and any(rule.stochastic for rule in rules)
+
+
+def _dropped(asked: Asked) -> bool:
+    o = asked.options
+    return bool(o.get("stream", True) and o.get("hidden_dropout", 0.0))
+
+
+_X = Argument("x", "x", "... K")
+_DRAWS = Argument("", "rng", dtypes="draws", optional=True, gradient=False)
+_FLAG, _COUNT = Option(False, bool), Option(0, int, least=0, most=2**31 - 1)
+_PART = Option(0.0, float, least=0.0, most=1.0)
+_NUMBER = Option(None, float, none=True)
+_NORM = {"eps": Option(1e-5, float, least=0.0), "zero_centered_gamma": _FLAG}
+_BEFORE = {
+    "normalization": Option("LayerNorm", str, ("LayerNorm", "RMSNorm")),
+    **_NORM,
+    "return_layernorm_output": _FLAG,
+    "hidden_dropout": _PART,
+    "stream": Option(False, bool, implied=True),
+}
+_CLAMP = {"limit": Option(None, float, least=0.0, none=True), "alpha": _NUMBER, "glu_linear_offset": _NUMBER}
+_STREAM = (
+    Argument("residual", "residual", "... K", optional=True),
+    Argument("residual_bias", "branch_bias", "K", optional=True),
+    Argument("", "branch_rng", dtypes="draws", optional=True, gradient=False),
+)
+_GAMMA = Argument("layer_norm_weight", "gamma", "K", "any")
+_BETA = Argument("layer_norm_bias", "beta", "K", "any", optional=True)
+_WRITES = ("amax_history_fwd", "amax_history_bwd", "into")
+_CU = Argument("cu_seqlens", "cu_seqlens", "S", "int32", optional=True, gradient=False)
+_WINDOW = Option(None, tuple, none=True)
+_IMPLIED = Option(1, int, least=1, implied=True)
+
+_LINEAR = (
+    _X,
+    Argument("weight", "weight", "N K", "weight"),
+    Argument("bias", "bias", "N", "weight", optional=True),
+    _DRAWS,
+)
+_NORM_LINEAR = (_X, _GAMMA, _BETA, *_LINEAR[1:], *_STREAM)
+_MLP = (
+    _X,
+    _GAMMA,
+    _BETA,
+    Argument("fc1_weight", "w1", "F' K", "weight"),
+    Argument("fc1_bias", "b1", "F'", "weight", optional=True),
+    Argument("fc2_weight", "w2", "N F", "weight"),
+    Argument("fc2_bias", "b2", "N", "weight", optional=True),
+    _DRAWS,
+    *_STREAM,
+)
+_GROUPED = (
+    Argument("x", "x", "T K"),
+    Argument("weight", "inputs", "N K", "weight", several=True),
+    Argument("bias", "inputs", "N", "weight", optional=True, several=True),
+    _DRAWS._replace(core="inputs"),
+)
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_ATTENTION = (
+    Argument("q", "a", "LEAD H D", strided=True),
+    Argument("k", "b", "LEAD' G D", strided=True),
+    Argument("v", "c", "LEAD' G V", strided=True),
+    Argument("core_attention_bias", "bias", "1|B 1|H 1|Q S", optional=True),
+    Argument("alibi_slopes", "slopes", "* H", "float32", optional=True, gradient=False),
+    Argument("softmax_offset", "sink", "H", "float32", optional=True),
+    *[
+        Argument(name, core, "C", "int32", optional=True, gradient=False)
+        for name, core in zip(_LENGTHS, ("cu_q", "cu_kv", "cu_q_padded", "cu_kv_padded"), strict=True)
+    ],
+    Argument("attention_mask", "mask", "1|B 1|H 1|Q S", "bool|uint8", optional=True, gradient=False),
+    Argument("", "pages", optional=True, gradient=False),
+    _DRAWS,
+)
+_ATTENTION_OPTIONS = {
+    "qkv_format": Option("sbhd", str, FORMATS),
+    "attn_mask_type": Option("causal", str, (*MASKS, *MASK_ALIASES)),
+    "window_size": _WINDOW,
+    "bottom_right_diagonal": Option(None, bool, none=True),
+    "softmax_scale": _NUMBER,
+    "softmax_type": Option("vanilla", str, SOFTMAX),
+    "logit_softcap": Option(0.0, float, least=0.0),
+    "core_attention_bias_type": Option("no_bias", str, ("no_bias", "post_scale_bias", "alibi")),
+    "attention_dropout": _PART,
+    "deterministic": _FLAG,
+    "max_seqlen_q": _COUNT,
+    "max_seqlen_kv": _COUNT,
+    "num_attention_heads": _IMPLIED,
+    "num_gqa_groups": _IMPLIED,
+    "head_dim_qk": _IMPLIED,
+    "head_dim_v": _IMPLIED,
+}
+_SOFTMAX = (
+    Argument("x", "x", "B H Q S"),
+    Argument("mask", "mask", "1|B 1|H 1|Q S", "bool|uint8", optional=True, gradient=False),
+    Argument("cu_seqlens_q", "cu_seqlens_q", "C", "int32", optional=True, gradient=False),
+    Argument("cu_seqlens_kv", "cu_seqlens_kv", "C", "int32", optional=True, gradient=False),
+    Argument("softmax_offset", "sink", "H", "float32", optional=True),
+)
+_SOFTMAX_OPTIONS = {
+    "scale": Option(1.0, float),
+    "causal": Option(None, str, ("top_left", "bottom_right"), none=True),
+    "window_size": _WINDOW,
+}
+_ROPE = (
+    Argument("t", "t", "... D", strided=True),
+    Argument("freqs", "freqs", "* R", "float32", gradient=False),
+    _CU,
+    Argument("start_positions", "start_positions", "P", "int32", optional=True, gradient=False),
+)
+
+
+def _layer(
+    name: str,
+    functions: Any,
+    about: str,
+    arguments: tuple[Argument, ...],
+    options: dict[str, Option],
+    spec: Any,
+    **more: Any,
+) -> Layer:
+    return Layer(name, functions.forward, functions.backward, arguments, options, spec, about=about, **more)
+
+
+def _product(asked: Asked) -> LinearSpec:
+    return asked.linear("weight", "bias", "x")
+
+
+def _draws(asked: Asked) -> bool:
+    return _stochastic(asked) or _dropped(asked)
+
+
+_PRODUCT: dict[str, Any] = {"products": ("weight",), "draws": _stochastic, "writes": _WRITES}
+_BEHIND: dict[str, Any] = {"outputs": ("y", "normed", "stream"), "draws": _draws, "writes": _WRITES}
+_GAMMA_BETA = Argument("weight", "gamma", "K", "any"), Argument("bias", "beta", "K", "any")
+_RMSNORM = _X, _GAMMA_BETA[0], Argument("", "beta", optional=True, gradient=False)
+_MORE = Argument("bias", "bias", "K", optional=True), Argument("residual", "residual", "... K", optional=True)
+_ACTIVATION = {"activation": Option("gelu", str, KINDS), **_CLAMP}
+_ROPE_OPTIONS = {"tensor_format": Option("sbhd", str, FORMATS), "interleaved": _FLAG}
+_ROWS = Option(0, int, least=0, most=2**31 - 1, implied=True)
+_OF_ROUTING = {"map_type": Option("mask", str, ("mask", "index")), "tokens": _ROWS, "rows": _ROWS}
+_PERMUTE = (
+    Argument("x", "x", "T K"),
+    Argument("routing_map", "routing", "T E", "bool|uint8|int32|int64", gradient=False),
+    Argument("probs", "probs", "T E", "any", optional=True),
+)
+_PERMUTE_OPTIONS = {"num_out_tokens": Option(-1, int, least=-1, most=2**31 - 1), **_OF_ROUTING}
+_UNPERMUTE = (
+    Argument("x", "x", "R K"),
+    Argument("row_id_map", "row_map", "* M", "int32", gradient=False),
+    Argument("merging_probs", "weights", "T E", "any", optional=True),
+)
+_UNPERMUTE_OPTIONS = {"num_tokens": Option(None, int, least=0, most=2**31 - 1, none=True), **_OF_ROUTING}
+_MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG}
+_EACH = {"num_gemms": _IMPLIED}
+_ENTRIES = (
+    _layer("linear", linear, "y = x w^T + b", _LINEAR, {}, _product, **_PRODUCT),
+    _layer("layernorm", norm, "LayerNorm of rows", (_X, *_GAMMA_BETA), _NORM, lambda asked: asked.norm("LayerNorm")),
+    _layer("rmsnorm", norm, "RMSNorm of rows", _RMSNORM, _NORM, lambda asked: asked.norm("RMSNorm")),
+    _layer(
+        "layernorm_linear", norm_linear, "y = norm(x) w^T + b", _NORM_LINEAR, _BEFORE, _norm_linear_spec,
+        products=("weight",), **_BEHIND,
+    ),
+    _layer(
+        "layernorm_mlp", mlp, "y = act(norm(x) w1^T + b1) w2^T + b2", _MLP, _MLP_OPTIONS, _mlp_spec,
+        products=("fc1_weight", "fc2_weight"), releases=True, **_BEHIND,
+    ),
+    _layer("grouped_linear", grouped_linear, "y_i = x_i w_i^T + b_i", _GROUPED, _EACH, _grouped_spec, **_PRODUCT),
+    _layer(
+        "attention", attention, "softmax(q k^T) v, the heads of a token side by side", _ATTENTION, _ATTENTION_OPTIONS,
+        _attention_spec, draws=lambda asked: bool(asked.options["attention_dropout"]),
+    ),
+    _layer("rope", rope, "heads turned by their tokens' angles", _ROPE, _ROPE_OPTIONS, _rope_spec),
+    _layer("softmax", softmax, "softmax of attention scores", _SOFTMAX, _SOFTMAX_OPTIONS, _softmax_spec),
+    _layer("activation", activation, "act(x); a gated one halves rows", (_X,), _ACTIVATION, _activation_spec),
+    _layer("l2_norm", l2_norm, "x / sqrt(sum(x^2) + eps)", (_X,), {"eps": Option(1e-6, float, least=0.0)}, _l2_spec),
+    _layer(
+        "bias_dropout_add", added, "residual + dropout(x + bias)", (_X, *_MORE, _DRAWS), {"hidden_dropout": _PART},
+        _add_spec, draws=_dropped,
+    ),
+    _layer(
+        "moe_permute", permute, "a row for each token and expert", _PERMUTE, _PERMUTE_OPTIONS, _permute_spec,
+        outputs=("y", "row_id_map", "permuted_probs"),
+    ),
+    Layer(
+        "moe_unpermute", permute.unpermute_forward, permute.unpermute_backward, _UNPERMUTE, _UNPERMUTE_OPTIONS,
+        _permute_spec, about="each token's rows added up",
+    ),
+)  # fmt: skip
+LAYERS = {layer.name: layer for layer in _ENTRIES}
