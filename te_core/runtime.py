@@ -313,6 +313,10 @@ class Runtime:
         result: np.ndarray[Any, Any] = self.backend.copy_to_host(self, tensor)
         return result
 
+    def synchronize(self) -> None:
+        """The host waits until all work that this runtime was given is done."""
+        self.numpy(self.empty((0,), dtypes.uint8))  # copies nothing, once the stream is empty
+
     def workspace(self, name: str, nbytes: int, zeroed: bool = False) -> int:
         """The address of scratch memory that this thread's next call of the same name may overwrite.
 

@@ -30,6 +30,8 @@ class Library(NamedTuple):
     read: Callable[[Any], Tensor]  # a view of an array's memory, which it keeps alive
     runtime: Callable[[Device], Runtime]  # where work on its arrays runs now
     give: Callable[[Tensor], Any]  # a result as one of its arrays, if it can be one
+    #: Whether the library may reuse an array's memory before the work on our stream that reads it is done.
+    waits: bool = False
 
 
 def library_of(array: Any) -> Library:
@@ -258,8 +260,8 @@ def _read_jax(array: Any) -> Tensor:
     return Tensor(array.unsafe_buffer_pointer(), array.shape, dtype, device, _Borrowed(array))
 
 
-_OTHERS = Library(from_dlpack, _default, _itself)
-_JAX = Library(_read_jax, _default, _itself)
+_OTHERS = Library(from_dlpack, _default, _itself, waits=True)
+_JAX = Library(_read_jax, _default, _itself, waits=True)
 #: By the first part of the name of the module that an array's type is of.
 _LIBRARIES = {
     "numpy": Library(_read_numpy, _default, _give_numpy),

@@ -35,6 +35,12 @@ class Where(NamedTuple):
     rt: Runtime
     home: Library
 
+    def give(self, *tensors: Tensor | None) -> list[Any]:
+        """Results as the library's arrays."""
+        if self.home.waits:
+            self.rt.synchronize()
+        return [None if t is None else self.home.give(t) for t in tensors]
+
 
 class Function:
     """A layer by its name in `te_core.layers.table.LAYERS`.
@@ -113,7 +119,7 @@ class Function:
         if ready is not None and made.asked.options.get("checkpoint"):
             keywords["ready"] = ready
         kept = Kept(made, saved, keywords, tuple((t.shape, t.dtype) for t in outputs), weights)
-        shown = [where.home.give(t) for t in outputs]
+        shown = where.give(*outputs)
         return shown[0] if len(shown) == 1 else tuple(shown), Back(self, where, kept if wanted else None)
 
     # ------------------------------------------------------------------------------------------- what came in
@@ -413,16 +419,14 @@ class Back:
 
     def _named(self, function: Function, made: Call, outputs: Any, into: Mapping[str, Any]) -> dict[str, Any]:
         """What the core gave, by the names of arguments, as arrays."""
-        give, wanted = self._where.home.give, made.asked.needs
+        given, wanted = self._where.give(*outputs), made.asked.needs
         if function._several:
             count = made.asked.options["num_gemms"]
-            parts = {"x": outputs[0], "weight": outputs[1 : 1 + count], "bias": outputs[1 + count :]}
-            found = {n: [t if t is None else give(t) for t in p] for n, p in parts.items() if n in wanted and n != "x"}
-            if "weight" in found:
-                found["weight"] = [into.get(f"weight{i}", g) for i, g in enumerate(found["weight"])]
-            return ({"x": give(outputs[0])} if "x" in wanted else {}) | found
-        named = zip(function._gradients, outputs, strict=False)
-        return {n: into[n] if t is None and n in into else give(t) for n, t in named if n in wanted}
+            weights = [into.get(f"weight{i}", g) for i, g in enumerate(given[1 : 1 + count])]
+            found = {"x": given[0], "weight": weights, "bias": given[1 + count :]}
+            return {n: found[n] for n in found if n in wanted}
+        named = zip(function._gradients, given, strict=False)
+        return {n: into[n] if g is None and n in into else g for n, g in named if n in wanted}
 
     def __repr__(self) -> str:
         return f"<backward of {self._function.__name__}, {'ready' if self._kept else 'done'}>"

@@ -200,6 +200,7 @@ class Counter:
         monkeypatch.setattr(ops, "quantize_many", quantize_many)
 
 
+@pytest.mark.usefixtures("interpreted")
 @on_devices
 def test_one_launch_for_queries_keys_and_values(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, inputs = DotProductAttention(HEADS, WIDTH), values(device)

@@ -1,4 +1,4 @@
-"""`te_core.functional` on arrays of other libraries: the same bits as on NumPy's, in their memory, without a copy."""
+"""`te_core.functional` on arrays of other libraries: the bits of the core, in their memory, without a copy."""
 
 from __future__ import annotations
 
@@ -16,25 +16,40 @@ from te_core import ArgumentError, Tensor, dtypes
 from te_core import functional as te
 from te_core.functional import arrays
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_core.runtime import Runtime
 from te_core.tensor import CPU, Device
+from tests.backends import devices, requires_cuda
 
 DRAW = np.random.default_rng(0)
 X, W, B = (DRAW.standard_normal(shape).astype(np.float32) for shape in ((2, 8, 32), (16, 32), (16,)))
 
 
-def as_jax(array: Any) -> Any:
-    return pytest.importorskip("jax").numpy.asarray(array)
+def as_numpy(array: Any, device: str) -> Any:
+    return array
 
 
-def as_core(array: Any) -> Tensor:
-    return Tensor(array.ctypes.data, array.shape, dtypes.float32, CPU, array)
+def as_torch(array: Any, device: str) -> Any:
+    return torch.from_numpy(array).to(device)
+
+
+def as_jax(array: Any, device: str = "cpu") -> Any:
+    jax = pytest.importorskip("jax")
+    return jax.device_put(array, jax.devices(device)[0])
+
+
+def as_cupy(array: Any, device: str) -> Any:
+    return pytest.importorskip("cupy").asarray(array)
+
+
+def as_core(array: Any, device: str) -> Tensor:
+    return (Runtime.cpu() if device == "cpu" else Runtime.cuda()).tensor(array)
 
 
 class Lender:
     """Speaks DLPack, and nothing else."""
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    def __init__(self, array: Any, device: str) -> None:
+        self.array = as_torch(array, device)
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.array.__dlpack__(**options)
@@ -43,30 +58,39 @@ class Lender:
         return self.array.__dlpack_device__()
 
 
-LIBRARIES: dict[str, tuple[Any, Any]] = {
-    "torch": (torch.from_numpy, torch.Tensor),
-    "jax": (as_jax, Tensor),
-    "te_core": (as_core, Tensor),
-    "dlpack": (Lender, Tensor),
+LIBRARIES: dict[str, tuple[Any, str]] = {
+    "torch": (as_torch, "Tensor"),
+    "jax": (as_jax, "Tensor"),
+    "te_core": (as_core, "Tensor"),
+    "dlpack": (Lender, "Tensor"),
+    "numpy": (as_numpy, "ndarray"),
+    "cupy": (as_cupy, "ndarray"),
 }
+ON = [("cpu", name) for name in LIBRARIES if name not in ("cupy", "te_core")]
+ON += [pytest.param("cuda", name, marks=requires_cuda) for name in LIBRARIES if name not in ("numpy", "te_core")]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+def host(array: Any) -> Any:
+    """Its values, whatever library it is of."""
+    tensor = arrays.read("test", "result", array)
+    return (Runtime.cpu() if tensor.device is CPU else Runtime.cuda()).numpy(tensor)
+
+
+@pytest.mark.parametrize(("device", "library"), ON)
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), DelayedScaling(amax_history_len=2)])
-def test_equal_bits(library: str, recipe: Any) -> None:
-    make, kind = LIBRARIES[library]
+def test_equal_bits(device: str, library: str, recipe: Any) -> None:
     wanted: dict[str, Any] = {}
-    for convert in (lambda array: array, make):
-        x, w, b = map(convert, (X, W, B))
+    for make, kind in (LIBRARIES["te_core"], LIBRARIES[library]):
+        x, w, b = (make(array, device) for array in (X, W, B))
         scaling = te.Scaling(recipe, te.linear, like=x) if recipe is not None else None
         y, back = te.linear(x, w, b, recipe=recipe, scaling=scaling)
-        found = {"y": y, **back(convert(np.ones((2, 8, 16), np.float32)))}
+        found = {"y": y, **back(make(np.ones((2, 8, 16), np.float32), device))}
         if scaling is not None:
             te.update(scaling)
             found |= scaling.arrays()
-        if wanted:
-            assert {type(array) for array in found.values()} == {kind}
-            assert all(np.array_equal(np.asarray(array), wanted[name]) for name, array in found.items())
+        assert {type(array).__name__ for array in found.values()} == {kind}
+        found = {name: host(array) for name, array in found.items()}
+        assert all(np.array_equal(array, wanted[name]) for name, array in found.items() if wanted)
         wanted = found
 
 
@@ -89,9 +113,25 @@ def test_a_buffer_of_torchs_is_added_to() -> None:
     torch.testing.assert_close(main, 1 + x.sum((0, 1)).expand(16, 32), rtol=1e-4, atol=1e-4)
 
 
-def test_jax_takes_what_comes_out() -> None:
-    y, _ = te.l2_norm(as_jax(X))
-    assert np.array_equal(np.asarray(pytest.importorskip("jax").dlpack.from_dlpack(y)), te.l2_norm(X)[0])
+@pytest.mark.parametrize("device", devices())
+def test_jax_takes_what_comes_out(device: str) -> None:
+    (y, _), (wanted, _) = te.l2_norm(as_jax(X, device)), te.l2_norm(as_core(X, device))
+    given = pytest.importorskip("jax").dlpack.from_dlpack(y)
+    assert given.platform() == {"cpu": "cpu", "cuda": "gpu"}[device]
+    assert np.array_equal(np.asarray(given), host(wanted))
+
+
+@requires_cuda
+def test_jax_may_reuse_its_memory_after_a_call() -> None:
+    """JAX's stream does not wait for ours: calls end when their work has ended."""
+    x, stream = as_jax(X, "cuda"), torch.cuda.default_stream()
+    torch.cuda._sleep(200_000_000)
+    assert not stream.query()
+    _, back = te.l2_norm(x)
+    assert stream.query()
+    torch.cuda._sleep(200_000_000)
+    back(as_jax(X, "cuda"))
+    assert stream.query()
 
 
 def test_jax_arrays_are_not_written_to() -> None:

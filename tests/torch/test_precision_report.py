@@ -345,7 +345,7 @@ HIGH = ("bfloat16", "bfloat16")
 def attended(module: Any, device: str, recipe: Any, *, grad: bool = True, **options: Any) -> Any:
     """The report after a step of attention, and the backend that explain names."""
     q, k, v = (
-        values(8, 2, 2, 128, device=device, dtype=torch.bfloat16, seed=s).requires_grad_(grad) for s in (1, 2, 3)
+        values(16, 2, 2, 128, device=device, dtype=torch.bfloat16, seed=s).requires_grad_(grad) for s in (1, 2, 3)
     )
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         backend = module.explain(q, k, v, **options).backend
