@@ -69,6 +69,15 @@ requires_cuda = needs_device(cuda_devices() > 0, "CUDA")
 more_without_gpu = pytest.mark.skipif(False, reason="") if cuda_devices() else pytest.mark.more
 
 
+def jax_on_gpu() -> bool:
+    """Whether this is the process whose tests use JAX on a GPU (tests/core/test_jax_process.py)."""
+    return cuda_devices() > 0 and os.environ.get("JAX_PLATFORMS") != "cpu"
+
+
+#: For a test of JAX on a GPU.
+requires_jax_cuda = needs_device(jax_on_gpu(), "JAX on a GPU")
+
+
 def requires_gpus(count: int, ranks: bool = False) -> pytest.MarkDecorator:
     """For a test over several devices; of `ranks`, which may share one where they are asked to (`make gpu-ranks`)."""
     if ranks and os.environ.get("TE_TESTS_RANKS_SHARE") == "1":

@@ -33,6 +33,9 @@ os.environ.update(dict.fromkeys(_OURS, _SHARE))
 os.environ["TE_TESTS_POOLS"] = " ".join(_OURS)
 # They share the GPUs, too: each finds all of them, and begins with another one. JAX would take three quarters of one.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# JAX's threads talk to a GPU at any time, which breaks what another test captures: tests of JAX on a GPU run in a
+# process of their own (tests/core/test_jax_process.py).
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # torch collects garbage before it captures: a graph of an earlier test, let go inside of a capture, would break it.
 os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")
 if not _WORKERS and "CUDA_VISIBLE_DEVICES" not in os.environ and "TE_TESTS_GPUS" not in os.environ:

@@ -21,7 +21,7 @@ from te_core import ArgumentError, Tensor, dlpack, dtypes, from_dlpack, from_num
 from te_core.dtypes import DType
 from te_core.runtime import ByteAllocator, Runtime
 from te_core.tensor import CPU, META, Device, cuda_device
-from tests.backends import cuda_devices
+from tests.backends import cuda_devices, jax_on_gpu
 
 BYTE_SIZED = [d for d in dtypes.ALL if d is not dtypes.float4_e2m1]
 NUMPY_OWN = [d for d in BYTE_SIZED if d.numpy.kind in "fiub" and d.numpy.type.__module__ == "numpy"]
@@ -99,13 +99,12 @@ def library(name: str) -> Library:
     if package == "jax":
         import jax
 
-        if place and jax.default_backend() == "cpu":
-            pytest.skip("this jax computes in host memory only")
         return jax_library(jax.devices(place or "cpu")[0])
     return cupy_library() if package == "cupy" else numpy_library()
 
 
-LIBRARIES = ("numpy", "torch", "jax", *(("torch-cuda", "cupy-cuda", "jax-cuda") if cuda_devices() else ()))
+LIBRARIES = ("numpy", "torch", "jax", *(("torch-cuda", "cupy-cuda") if cuda_devices() else ()))
+LIBRARIES += ("jax-cuda",) * jax_on_gpu()
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 

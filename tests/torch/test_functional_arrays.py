@@ -18,7 +18,7 @@ from te_core.functional import arrays
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_core.runtime import Runtime
 from te_core.tensor import CPU, Device
-from tests.backends import devices, requires_cuda
+from tests.backends import requires_cuda, requires_jax_cuda
 
 DRAW = np.random.default_rng(0)
 X, W, B = (DRAW.standard_normal(shape).astype(np.float32) for shape in ((2, 8, 32), (16, 32), (16,)))
@@ -67,7 +67,11 @@ LIBRARIES: dict[str, tuple[Any, str]] = {
     "cupy": (as_cupy, "ndarray"),
 }
 ON = [("cpu", name) for name in LIBRARIES if name not in ("cupy", "te_core")]
-ON += [pytest.param("cuda", name, marks=requires_cuda) for name in LIBRARIES if name not in ("numpy", "te_core")]
+ON += [
+    pytest.param("cuda", name, marks=requires_jax_cuda if name == "jax" else requires_cuda)
+    for name in LIBRARIES
+    if name not in ("numpy", "te_core")
+]
 
 
 def host(array: Any) -> Any:
@@ -113,7 +117,7 @@ def test_a_buffer_of_torchs_is_added_to() -> None:
     torch.testing.assert_close(main, 1 + x.sum((0, 1)).expand(16, 32), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=requires_jax_cuda)])
 def test_jax_takes_what_comes_out(device: str) -> None:
     (y, _), (wanted, _) = te.l2_norm(as_jax(X, device)), te.l2_norm(as_core(X, device))
     given = pytest.importorskip("jax").dlpack.from_dlpack(y)
@@ -121,8 +125,8 @@ def test_jax_takes_what_comes_out(device: str) -> None:
     assert np.array_equal(np.asarray(given), host(wanted))
 
 
-@requires_cuda
-def test_jax_may_reuse_its_memory_after_a_call() -> None:
+@requires_jax_cuda
+def test_jax_on_cuda_may_reuse_its_memory_after_a_call() -> None:
     """JAX's stream does not wait for ours: calls end when their work has ended."""
     x, stream = as_jax(X, "cuda"), torch.cuda.default_stream()
     torch.cuda._sleep(200_000_000)
