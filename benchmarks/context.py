@@ -83,8 +83,7 @@ def layer(tokens: int, mode: str | None) -> Callable[[], Any]:
     module = te.TransformerLayer(4096, 14336, 32, num_gqa_groups=8, fuse_qkv_params=True, device="cuda", **options)
     if mode is not None:
         module.set_context_parallel_group(dist.group.WORLD, cp_comm_type=mode)
-    angles = te.RotaryPositionEmbedding(WIDTH)(32768).cuda()
-    angles = angles[: tokens * (1 if mode is None else dist.get_world_size())]
+    angles = te.RotaryPositionEmbedding(WIDTH)(tokens * (1 if mode is None else dist.get_world_size())).cuda()
     x = torch.randn(tokens, 1, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_()
     dy = torch.randn_like(x)
 
