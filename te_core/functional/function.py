@@ -100,7 +100,9 @@ class Function:
         if not self.layer.products:
             self._refuse_recipe(recipe, scaling, quantized)
         precision = precision_of(op, recipe)
-        self._check(tensors, options, precision, where.rt)
+        settled = self._check(tensors, options, precision, where.rt)
+        for name, most in self._offsets(tensors, settled):
+            check_offsets(op, name, tensors[name], most)
         wanted = self._wanted(needs, tensors)
         options |= self._implied(tensors, options, where.rt)
         made = call(op, options, tensors[self.layer.arguments[0].name].dtype, wanted, recipe)
@@ -183,18 +185,23 @@ class Function:
 
     def _check(
         self, tensors: Mapping[str, Any], options: Mapping[str, Any], precision: Precision | None, rt: Runtime
-    ) -> None:
+    ) -> dict[str, Any]:
+        """All options; what tensors are fits them. No value is read."""
         settled = self.layer.settled(self.__name__, options)
         contract = Contract(self.__name__, rt.device, settled, precision is not None)
         check_all(contract, [(a, tensors[a.name]) for a in self._arguments.values()])
-        for name in [n for n in self._arguments if n.startswith("cu_seqlens") and tensors[n] is not None]:
-            check_offsets(self.__name__, name, tensors[name], self._tokens(name, tensors, settled))
         kind, without = settled.get("normalization"), tensors.get("layer_norm_bias") is None
         if kind is not None and (kind == "LayerNorm") == without:
             got, do = f"{kind} with{'out' * without} layer_norm_bias", "correct normalization or the bias"
             raise ArgumentError(self.__name__, got, "one for LayerNorm, none for RMSNorm", do)
         if tensors.get("residual_bias") is not None and tensors.get("residual") is None:
             raise ArgumentError(self.__name__, "residual_bias alone", "it beside residual", "pass residual, too")
+        return settled
+
+    def _offsets(self, tensors: Mapping[str, Any], settled: Mapping[str, Any]) -> list[tuple[str, int]]:
+        """Running sums of lengths, and what they may come to."""
+        found = [n for n in self._arguments if n.startswith("cu_seqlens") and tensors[n] is not None]
+        return [(name, self._tokens(name, tensors, settled)) for name in found]
 
     def _tokens(self, name: str, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> int:
         """How many tokens running sums may come to."""

@@ -43,7 +43,7 @@ def laid_out(
     alignment: int,
 ) -> Places:
     """The steps with takes and drops. `interpreted`: before which steps the layer took and let go of memory."""
-    lives, uses = _lives(slots, steps, kept)
+    lives, uses = lives_of(slots, steps, kept)
     end = len(steps)
     begins, ends = interpreted
     others = _other_streams(slots, steps)
@@ -63,7 +63,7 @@ def laid_out(
     return Places(list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size))
 
 
-def _lives(slots: Sequence[Slot], steps: Sequence[Step], kept: Collection[int]) -> tuple[Lives, Lives]:
+def lives_of(slots: Sequence[Slot], steps: Sequence[Step], kept: Collection[int]) -> tuple[Lives, Lives]:
     """(of memory that is used or kept, its first step and the one behind its last; the same of all slots)."""
     uses: Lives = {}
     for i, step in enumerate(steps):
@@ -108,7 +108,8 @@ def _with_memory(
         ways = sorted(way for way in others.get(slot, ()) if (slot, way) not in noticed)
         return [*(Noticed(way, slot) for way in ways), Drop(slot, given)]
 
-    asked = {i: life for i, life in _lives(slots, steps, ())[1].items() if slots[i].kind == "scratch" and slots[i].way}
+    uses = lives_of(slots, steps, ())[1]
+    asked = {i: life for i, life in uses.items() if slots[i].kind == "scratch" and slots[i].way}
     final: list[Any] = [Drop(s, True) for s, (_, last) in given_up.items() if not last]
     for i in range(end + 1):
         final += [Take(s, slots[s], alignment) for s, life in (*lives.items(), *asked.items()) if life[0] == i]
@@ -137,9 +138,15 @@ def _peak(lives: Lives, size: dict[int, int]) -> int:
 def _shared(lives: Lives, size: dict[int, int], kept: Collection[int]) -> tuple[dict[int, int], int]:
     """(where each small temporary lies in a block, the block's bytes). None where fewer than two would share it."""
     fitting = [i for i in lives if i not in kept and size[i] <= _SMALL]
+    places, block = side_by_side({i: lives[i] for i in fitting}, size, _BLOCK)
+    return (places, block) if len(places) > 1 else ({}, 0)
+
+
+def side_by_side(lives: Lives, size: dict[int, int], limit: int) -> tuple[dict[int, int], int]:
+    """(where memory lies in a block of at most so many bytes, the block's bytes): apart where lives overlap."""
     places: dict[int, int] = {}
     block = 0
-    for i in sorted(fitting, key=lambda i: -size[i]):
+    for i in sorted(lives, key=lambda i: -size[i]):
         (first, last), nbytes = lives[i], -(-max(size[i], 1) // _STEP) * _STEP
         beside = sorted(
             (places[j], places[j] + -(-max(size[j], 1) // _STEP) * _STEP)
@@ -151,10 +158,10 @@ def _shared(lives: Lives, size: dict[int, int], kept: Collection[int]) -> tuple[
             if begin - at >= nbytes:
                 break
             at = max(at, stop)
-        if at + nbytes <= _BLOCK:
+        if at + nbytes <= limit:
             places[i] = at
             block = max(block, at + nbytes)
-    return (places, block) if len(places) > 1 else ({}, 0)
+    return places, block
 
 
 def _moved(

@@ -10,13 +10,13 @@ from pathlib import Path
 from tests.backends import requires_cuda
 
 TESTS = Path(__file__).parents[1]
-FILES = ("core/test_tensor_dlpack.py", "torch/test_functional_arrays.py")
+FILES = ("core/test_tensor_dlpack.py", "torch/test_functional_arrays.py", "jax")
 
 
 @requires_cuda
 def test_jax_on_a_gpu() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "--require-cuda", "-k", "jax and cuda", *FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "--require-cuda", "-k", "(jax and cuda) or te_jax", *FILES]
     done = subprocess.run(
         command, cwd=TESTS, env={**env, "JAX_PLATFORMS": "cuda,cpu"}, capture_output=True, text=True, timeout=400
     )

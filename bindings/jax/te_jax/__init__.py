@@ -1,1 +1,21 @@
-"""te_core for JAX programs: its operations and layers on JAX arrays. Its functions come later."""
+"""te_core for JAX: low-precision layers as functions of JAX arrays, under jit, grad, scan, remat and shard_map."""
+
+from te_jax.context import autocast
+from te_jax.layers import activation, dense, fused_attn, layernorm, layernorm_dense, layernorm_mlp
+from te_jax.quantizing import Quantized, dequantize, quantize
+from te_jax.state import Scaling, scaling
+
+__all__ = [
+    "Quantized",
+    "Scaling",
+    "activation",
+    "autocast",
+    "dense",
+    "dequantize",
+    "fused_attn",
+    "layernorm",
+    "layernorm_dense",
+    "layernorm_mlp",
+    "quantize",
+    "scaling",
+]

@@ -1,0 +1,286 @@
+"""The functions of te_jax: layers of te_core on JAX arrays, by the names and the order of transformer_engine.jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from te_core.errors import ArgumentError
+from te_core.layers.table import LAYERS
+from te_core.recipe import Recipe
+from te_jax.context import chosen
+from te_jax.mesh import alike
+from te_jax.rules import Layered, layered
+from te_jax.state import Scaling
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _is(layer: str) -> Callable[[F], F]:
+    """Of which layer of the table a function is: a scaling state belongs to it."""
+
+    def marked(function: F) -> F:
+        function.te_layer = LAYERS[layer]  # type: ignore[attr-defined]
+        return function
+
+    return marked
+
+
+def _call(
+    name: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    recipe: Recipe | None = None,
+    scaling: Scaling | None = None,
+    seed: Any = None,
+) -> tuple[Any, ...]:
+    given = {n: jnp.asarray(a) for n, a in arrays.items() if a is not None}
+    whole = Layered.of(name, options, recipe, given)
+    if whole.history:
+        if not isinstance(scaling, Scaling):
+            do = f"make it once: scaling = te_jax.scaling(recipe, te_jax.{_NAMES[name]})"
+            raise ArgumentError(name, f"scaling={scaling!r}", "the state of this layer and recipe", do)
+        if scaling.rule.layer != name or scaling.rule.serial != whole.precision.serial:  # type: ignore[union-attr]
+            do = "make a state for this layer and recipe"
+            raise ArgumentError(name, f"{scaling!r} of another layer or recipe", f"a state of {_NAMES[name]}", do)
+        given["scaling"] = scaling.entered()
+    if seed is not None:
+        given["seed"] = _seed(name, seed)
+    return layered(whole, alike(given))
+
+
+def _seed(operation: str, seed: Any) -> Any:
+    """Two int64 as te_core reads them, the second one 0, from two uint32."""
+    array = jax.random.key_data(seed) if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) else jnp.asarray(seed)
+    if array.shape != (2,) or array.dtype != jnp.uint32:
+        got, allowed = f"seed = {array.dtype}{list(array.shape)}", "a key of jax.random, or two uint32"
+        raise ArgumentError(operation, got, allowed, "pass another key in each step")
+    return jnp.concatenate([array, jnp.zeros(2, jnp.uint32)])
+
+
+_NAMES = {"linear": "dense", "layernorm_linear": "layernorm_dense", "layernorm_mlp": "layernorm_mlp"}
+
+
+def _matrix(operation: str, kernel: Any, axes: Sequence[int]) -> Any:
+    """A kernel as a matrix [out, in] of the core's, from one whose inputs are these dimensions, the first ones."""
+    count = len(axes)
+    if tuple(a % kernel.ndim for a in axes) != tuple(range(count)) or count >= kernel.ndim:
+        allowed = "the first dimensions of the kernel, in order, and the last ones of x"
+        raise ArgumentError(operation, f"contracting dimensions {tuple(axes)} of {kernel.shape}", allowed, "move them")
+    inner = 1
+    for size in kernel.shape[:count]:
+        inner *= size
+    return kernel.reshape(inner, -1).T
+
+
+@_is("linear")
+def dense(
+    x: Any,
+    kernel: Any,
+    bias: Any = None,
+    *,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((-1,), (0,)),
+    recipe: Recipe | None = None,
+    scaling: Scaling | None = None,
+    seed: Any = None,
+) -> Any:
+    """x @ kernel + bias: x [..., in], kernel [in, out], bias [out].
+
+    `contracting_dims` are those of x, its last ones, and of the kernel, its first ones. `recipe` says how both are
+    quantized (None: what `te_jax.autocast` says), `scaling` is the state of a recipe with a history, `seed` a key of
+    jax.random for recipes that round by draws.
+    """
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    of_x, of_kernel = contracting_dims
+    count = len(of_x)
+    if count != len(of_kernel) or tuple(sorted(a % x.ndim for a in of_x)) != tuple(range(x.ndim - count, x.ndim)):
+        got, do = f"contracting_dims={contracting_dims} of x {x.shape}", "transpose x"
+        raise ArgumentError("dense", got, "the last dimensions of x and the first of the kernel", do)
+    lead, outer = x.shape[: x.ndim - count], kernel.shape[count:]
+    rows = x.reshape(*lead, -1)
+    arrays = {"x": rows, "weight": _matrix("dense", kernel, of_kernel)}
+    arrays["bias"] = None if bias is None else jnp.asarray(bias).reshape(-1)
+    (y,) = _call("linear", arrays, {}, chosen(recipe), scaling, seed)
+    return y.reshape(*lead, *outer)
+
+
+_KINDS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+
+
+def _norm(operation: str, norm_type: str, beta: Any, zero_centered_gamma: bool, epsilon: float) -> dict[str, Any]:
+    kind = _KINDS.get(norm_type)
+    if kind is None or (kind == "LayerNorm") == (beta is None):
+        got = f"norm_type={norm_type!r} with beta {'left out' if beta is None else 'given'}"
+        allowed = "'layernorm' with beta, 'rmsnorm' with beta=None"
+        raise ArgumentError(operation, got, allowed, "correct norm_type or beta")
+    return {"normalization": kind, "zero_centered_gamma": zero_centered_gamma, "eps": float(epsilon)}
+
+
+def layernorm(
+    x: Any, gamma: Any, beta: Any, norm_type: str, zero_centered_gamma: bool = False, epsilon: float = 1e-6
+) -> Any:
+    """LayerNorm (or RMSNorm: `norm_type="rmsnorm"`, beta=None) of the last dimension."""
+    options = _norm("layernorm", norm_type, beta, zero_centered_gamma, epsilon)
+    name = options.pop("normalization").lower()
+    (y,) = _call(name, {"x": x, "weight": gamma, "bias": beta}, options)
+    return y
+
+
+@_is("layernorm_linear")
+def layernorm_dense(
+    x: Any,
+    kernel: Any,
+    gamma: Any,
+    beta: Any,
+    bias: Any = None,
+    norm_type: str = "layernorm",
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    *,
+    recipe: Recipe | None = None,
+    scaling: Scaling | None = None,
+    seed: Any = None,
+) -> Any:
+    """norm(x) @ kernel + bias, the norm's output quantized at once."""
+    options = _norm("layernorm_dense", norm_type, beta, zero_centered_gamma, epsilon)
+    kernel = jnp.asarray(kernel)
+    outer = kernel.shape[1:]
+    arrays = {"x": x, "layer_norm_weight": gamma, "layer_norm_bias": beta}
+    arrays |= {"weight": _matrix("layernorm_dense", kernel, (0,))}
+    arrays["bias"] = None if bias is None else jnp.asarray(bias).reshape(-1)
+    (y,) = _call("layernorm_linear", arrays, options, chosen(recipe), scaling, seed)
+    return y.reshape(*y.shape[:-1], *outer)
+
+
+#: The core's activations by the peer's names: of one function, or of a gated pair.
+_ACTIVATIONS = {
+    ("gelu",): "gelu", ("gelu", "linear"): "geglu", ("silu",): "silu", ("silu", "linear"): "swiglu",
+    ("relu",): "relu", ("relu", "linear"): "reglu", ("quick_gelu",): "qgelu", ("quick_gelu", "linear"): "qgeglu",
+    ("squared_relu",): "srelu", ("squared_relu", "linear"): "sreglu",
+}  # fmt: skip
+
+
+def _activation(operation: str, activation_type: Any) -> str:
+    names = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
+    found = _ACTIVATIONS.get(names)
+    if found is None:
+        allowed = ", ".join(map(str, _ACTIVATIONS))
+        raise ArgumentError(operation, f"activation_type={activation_type!r}", allowed, "choose one of these")
+    return found
+
+
+def activation(x: Any, activation_type: Any) -> Any:
+    """act(x) of x [..., 1, hidden]; of a gated pair act(x[..., 0, :]) * x[..., 1, :]. x may lack the dimension."""
+    x = jnp.asarray(x)
+    kind = _activation("activation", activation_type)
+    count = 1 if isinstance(activation_type, str) else len(activation_type)
+    if x.ndim > 1 and x.shape[-2] == count:
+        x = x.reshape(*x.shape[:-2], -1)
+    (y,) = _call("activation", {"x": x}, {"activation": kind})
+    return y
+
+
+@_is("layernorm_mlp")
+def layernorm_mlp(
+    x: Any,
+    gamma: Any,
+    beta: Any,
+    kernels: Sequence[Any],
+    biases: Sequence[Any],
+    norm_type: str,
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    *,
+    activation_type: Any = ("gelu",),
+    recipe: Recipe | None = None,
+    scaling: Scaling | None = None,
+    seed: Any = None,
+) -> Any:
+    """act(norm(x) @ kernels[0] + biases[0]) @ kernels[1] + biases[1].
+
+    kernels[0] is [in, activations, hidden] or [in, activations * hidden], kernels[1] [hidden, out]; biases are
+    [activations, hidden] and [out], or None.
+    """
+    options = _norm("layernorm_mlp", norm_type, beta, zero_centered_gamma, epsilon)
+    options["activation"] = _activation("layernorm_mlp", activation_type)
+    pairs = [list(part) if part is not None else [None, None] for part in (kernels, biases)]
+    if any(len(part) != 2 for part in pairs):
+        got = f"{len(pairs[0])} kernels and {len(pairs[1])} biases"
+        raise ArgumentError("layernorm_mlp", got, "two of each; None for a bias", "correct the lists")
+    w1, w2 = (_matrix("layernorm_mlp", jnp.asarray(k), (0,)) for k in pairs[0])
+    b1, b2 = (None if b is None else jnp.asarray(b).reshape(-1) for b in pairs[1])
+    arrays = {"x": x, "layer_norm_weight": gamma, "layer_norm_bias": beta}
+    arrays |= {"fc1_weight": w1, "fc1_bias": b1, "fc2_weight": w2, "fc2_bias": b2}
+    (y,) = _call("layernorm_mlp", arrays, options, chosen(recipe), scaling, seed)
+    return y
+
+
+_MASKS = {
+    "no_mask": "no_mask", "causal": "causal", "causal_bottom_right": "causal_bottom_right", "padding": "padding",
+    "padding_causal": "padding_causal", "padding_causal_bottom_right": "padding_causal_bottom_right",
+}  # fmt: skip
+_LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", "thd_thd_thd", "thd_t2hd", "t3hd")
+
+
+def _parted(qkv: Sequence[Any], layout: str) -> tuple[Any, Any, Any]:
+    if layout.endswith("3hd"):
+        (packed,) = qkv
+        q, k, v = (packed[..., i, :, :] for i in range(3))
+    elif "2hd" in layout:
+        q, packed = qkv
+        k, v = (packed[..., i, :, :] for i in range(2))
+    else:
+        q, k, v = qkv
+    return q, k, v
+
+
+def fused_attn(
+    qkv: Sequence[Any],
+    bias: Any = None,
+    sequence_lengths: tuple[Any, Any] | None = None,
+    seed: Any = None,
+    *,
+    attn_mask_type: str = "causal",
+    qkv_layout: str = "bshd_bshd_bshd",
+    softmax_type: str = "vanilla",
+    softmax_offset: Any = None,
+    scaling_factor: float | None = None,
+    dropout_probability: float = 0.0,
+    is_training: bool = True,
+    window_size: tuple[int, int] | None = None,
+) -> Any:
+    """softmax(q k^T) v: [batch, length, heads, width], or [tokens, heads, width] of packed sequences.
+
+    `qkv`: one array, two, or three, as `qkv_layout` says. `sequence_lengths`: those of queries and keys, int32 [batch],
+    of masks with padding. `seed`: a key of jax.random for dropout, another one in each step.
+    """
+    if qkv_layout not in _LAYOUTS or attn_mask_type not in _MASKS:
+        got = f"qkv_layout={qkv_layout!r}, attn_mask_type={attn_mask_type!r}"
+        raise ArgumentError("fused_attn", got, f"{', '.join(_LAYOUTS)}; {', '.join(_MASKS)}", "choose one of these")
+    q, k, v = _parted(qkv, qkv_layout)
+    packed = qkv_layout.startswith("t")
+    padded = packed or "padding" in attn_mask_type
+    if padded != (sequence_lengths is not None):
+        got = f"{attn_mask_type} in {qkv_layout} {'without' if padded else 'with'} sequence_lengths"
+        raise ArgumentError("fused_attn", got, "lengths where there is padding", "correct sequence_lengths")
+    dropout = float(dropout_probability) if is_training else 0.0
+    arrays = {"q": q, "k": k, "v": v, "core_attention_bias": bias, "softmax_offset": softmax_offset}
+    if sequence_lengths is not None:
+        for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_kv"), sequence_lengths, strict=True):
+            arrays[name] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.asarray(lengths, jnp.int32))])
+    options = {
+        "qkv_format": "thd" if packed else "bshd",
+        "attn_mask_type": attn_mask_type,
+        "softmax_type": softmax_type,
+        "softmax_scale": scaling_factor,
+        "attention_dropout": dropout,
+        "window_size": None if window_size is None else tuple(window_size),
+        "core_attention_bias_type": "no_bias" if bias is None else "post_scale_bias",
+        "max_seqlen_q": q.shape[0] if packed else 0,
+        "max_seqlen_kv": k.shape[0] if packed else 0,
+    }
+    (y,) = _call("attention", arrays, options, seed=seed if dropout else None)
+    return y.reshape(*q.shape[:-1], v.shape[-1])

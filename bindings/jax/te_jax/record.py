@@ -1,0 +1,233 @@
+"""What te_core does for a call, recorded for a platform: work on operands and results that XLA brings.
+
+Work is known by its content. It is recorded on the CPU while JAX traces, for the shapes of its results; on the platform
+of a program when that program is lowered, or run on another device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import te_core
+from te_core import dtypes
+from te_core.dtypes import DType
+from te_core.errors import LibraryError, UnsupportedError
+from te_core.functional.contract import check_offsets
+from te_core.runtime import Runtime
+from te_core.tape.hosted import Hosted, hosted
+from te_core.tape.recorder import record
+from te_core.tape.walk import NotRecordedError, exchanged
+from te_core.tensor import CPU, Device, Tensor, cuda_device
+
+_ALIGNMENT = 16  # of what enters and leaves an XLA program; inside it is more
+_SHIFT = 40
+
+
+class Array(NamedTuple):
+    """An operand or a result."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.dtype.nbytes(int(_product(self.shape)))
+
+
+def _product(shape: Sequence[int]) -> int:
+    found = 1
+    for n in shape:
+        found *= n
+    return found
+
+
+class _NoMemory:
+    """An allocator for calls whose memory is XLA's: nothing is taken."""
+
+    alignment = _ALIGNMENT
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> NoReturn:
+        raise LibraryError("te_jax", f"memory for {dtype}{list(shape)}", "XLA's buffers alone", "report this")
+
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        """Nothing of its own is given away."""
+
+    def beside(self, stream: int) -> _NoMemory:
+        return self
+
+
+_NOTHING: Any = _NoMemory()
+_runtimes: dict[tuple[Device, int], Runtime] = {}
+
+
+def runtime(device: Device, stream: int = 0) -> Runtime:
+    """Where work on XLA's buffers runs."""
+    found = _runtimes.get((device, stream))
+    if found is None:
+        # (The CPU backend computes with workspaces of its threads, which are no part of a tape.)
+        made = Runtime.cpu() if device is CPU else Runtime.cuda(device.index, stream, _NOTHING)
+        found = _runtimes.setdefault((device, stream), made.apart())
+    return found
+
+
+def _place(number: int) -> int:
+    """An address that stands for an operand or a result."""
+    return (number + 1) << _SHIFT
+
+
+class At(NamedTuple):
+    """Where a tensor lies: in an operand, or in a result, which are counted behind them."""
+
+    number: int
+    offset: int
+
+
+class Part(NamedTuple):
+    """An array inside of an operand or a result."""
+
+    number: int
+    offset: int
+    array: Array
+
+
+def _at(address: int) -> At:
+    return At((address >> _SHIFT) - 1, address & ((1 << _SHIFT) - 1))
+
+
+class Program(NamedTuple):
+    """Work, recorded on a device."""
+
+    made: Hosted
+    places: tuple[At, ...]  # of the tape's inputs
+    results: tuple[Array, ...]
+    structure: Callable[[Sequence[int]], Any]  # of the addresses of operands and results: what the layer returned
+
+
+class Work:
+    """A function of te_core on operands: `build` makes of their tensors its arguments and options.
+
+    `written`: the operands that it writes into, which are results, too. `offsets`: operands that are running sums of
+    lengths, each with its name and the most that it may come to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        operands: Sequence[Array],
+        build: Callable[[Runtime, list[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
+        content: str,
+        written: Sequence[int] = (),
+        offsets: Sequence[tuple[int, str, int]] = (),
+    ) -> None:
+        self.name, self.function, self.build = name, function, build
+        self.operands, self.written, self.offsets = tuple(operands), tuple(written), tuple(offsets)
+        whole = f"{te_core.__version__} {name} {content} {self.operands} {self.written}"
+        self.digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
+        self._programs: dict[Device, Program] = {}
+        self._lock = threading.Lock()
+        self.used: tuple[int, ...] = tuple(range(len(self.operands)))
+        first = self.on(CPU)
+        self.results = first.results
+        self.used = tuple(sorted({at.number for at in first.places} | set(self.written)))
+        self.block = first.made.block
+
+    def on(self, device: Device) -> Program:
+        """Its program on this device."""
+        found = self._programs.get(device)
+        if found is None:
+            with self._lock:
+                found = self._programs.get(device) or self._recorded(device)
+                self._programs[device] = found
+        return found
+
+    def _recorded(self, device: Device) -> Program:
+        rt = runtime(device)
+        tensors = [Tensor(_place(i), *a, device, object()) for i, a in enumerate(self.operands)]
+        arguments, options = self.build(rt, tensors)
+        found: list[Tensor] = []
+        exchanged((*arguments, *options.values()), lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
+        try:
+            tape = record(rt, self.name, self.function, (arguments, options), _ALIGNMENT)
+            made = hosted(rt, tape)
+        except NotRecordedError as error:
+            do = "leave this option out, or call te_core.functional outside of jax.jit"
+            raise UnsupportedError(self.name, str(error), "calls that te_core can record", do) from error
+        results = tuple(_stored(slot.shape, slot.dtype, slot.nbytes) for slot in made.results())
+        places = tuple(_at(t.ptr) for t in found)
+        order = {slot: len(self.operands) + n for n, slot in enumerate(made.kept)}
+
+        def structure(addresses: Sequence[int]) -> Any:
+            at = [addresses[p.number] + p.offset for p in places]
+            held: list[Any] = [
+                Tensor(a, t.shape, t.dtype, device, t.owner, t.strides) for a, t in zip(at, found, strict=True)
+            ]
+            for slot in range(len(found), len(tape.slots)):
+                at.append(addresses[order[slot]] if slot in order else 0)
+                held.append(object())
+            return tape.result(at, [*held, ()])
+
+        if device is not CPU and results != self.results:
+            got = f"results {results} on {device}, {self.results} on the CPU"
+            raise UnsupportedError(self.name, got, "layers whose results have one shape everywhere", "report this")
+        return Program(made, places, results, structure)
+
+    def standing(self) -> Any:
+        """What the function returns, over addresses that stand for operands and results."""
+        return self.on(CPU).structure([_place(i) for i in range(len(self.operands) + len(self.results))])
+
+    def where(self, tensor: Tensor | None) -> Part | None:
+        """Which part of an operand or a result a tensor of `standing` is."""
+        if tensor is None:
+            return None
+        at, array = _at(tensor.ptr), Array(tuple(tensor.shape), tensor.dtype)
+        stored = (*self.operands, *self.results)[at.number]
+        whole = not at.offset and array.nbytes == stored.nbytes
+        if not tensor.is_contiguous or not (whole or stored.dtype is dtypes.uint8):
+            raise UnsupportedError(self.name, f"{tensor!r} inside of {stored}", "results of their own", "report this")
+        return Part(*at, array)
+
+    def run(self, device: Device, stream: int, addresses: list[int]) -> None:
+        """Carry it out on the addresses of the operands that are used, of the written ones again, of the results."""
+        program = self.on(device)
+        given = dict(zip(self.used, addresses, strict=False))
+        if device is CPU:  # a GPU cannot tell without waiting
+            for number, name, most in self.offsets:
+                check_offsets(self.name, name, Tensor(given[number], *self.operands[number], CPU, None), most)
+        at = [given[number] + offset for number, offset in program.places]
+        at += addresses[len(self.used) + len(self.written) :]
+        if device is not CPU and any(address % _ALIGNMENT for address in at):
+            raise LibraryError(self.name, "a buffer that is not aligned", f"{_ALIGNMENT} bytes", "report this")
+        program.made.tape.replay(runtime(device, stream), at, [None] * len(at), ())
+
+
+def _stored(shape: tuple[int, ...], dtype: DType, nbytes: int) -> Array:
+    """A result as JAX keeps it: bytes, where JAX has no such type."""
+    if dtype in (dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int32, dtypes.uint8):
+        return Array(shape, dtype)
+    return Array((nbytes,), dtypes.uint8)
+
+
+_works: dict[int, Work] = {}  # of all programs that were lowered: one may outlive all that made it
+
+
+def known(work: Work) -> int:
+    """Its digest, by which a program finds it."""
+    return _works.setdefault(work.digest, work).digest
+
+
+def run(on_gpu: bool, device: int, stream: int, digest: int, addresses: list[int]) -> None:
+    """What the handler of XLA's calls does."""
+    work = _works.get(digest)
+    if work is None:
+        raise LibraryError(
+            "te_jax",
+            f"a program with work {digest:#x} that this process does not know",
+            "programs that this process has lowered",
+            "trace the function again here: jax.jit(f).lower(...) of the same f",
+        )
+    work.run(cuda_device(device) if on_gpu else CPU, stream, addresses)

@@ -1,0 +1,310 @@
+"""A layer of te_core's table as a function of JAX's: differentiable, and a single call of XLA's each way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from te_core import dtypes, functional
+from te_core.calls import call, precision_of
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.functional.function import Function
+from te_core.quantize.state import Scales
+from te_core.recipe import Recipe
+from te_core.runtime import Runtime
+from te_core.tensor import CPU, Tensor, cuda_device
+from te_jax import handler, record
+from te_jax.mesh import alike
+from te_jax.record import Array, Part, Work
+
+# ------------------------------------------------------------------------------------------------ the call of XLA's
+
+_work_p = Primitive("te_core")
+_work_p.multiple_results = True
+
+
+def _abstract(*operands: Any, work: Work) -> list[Any]:
+    kinds = [work.operands[i] for i in work.written] + list(work.results)
+    return [_aval(kind, operands[0]) for kind in kinds]
+
+
+def _aval(kind: Array, like: Any) -> Any:
+    """A result's, which differs along the mesh axes along which operands do."""
+    place = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(kind.shape)))
+    return like.update(shape=kind.shape, dtype=np.dtype(kind.dtype.numpy), weak_type=False, sharding=place)
+
+
+def _lower(ctx: Any, *operands: Any, work: Work, on_gpu: bool) -> Any:
+    _refuse_partition(ctx, work)
+    program = work.on(cuda_device(0) if on_gpu else CPU)
+    ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((max(program.made.block, 1),), np.uint8)])
+    aliases = {work.used.index(operand): i for i, operand in enumerate(work.written)}
+    rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=aliases)
+    return rule(ctx, *operands, digest=np.int64(record.known(work)))[:-1]
+
+
+def _refuse_partition(ctx: Any, work: Work) -> None:
+    """XLA would gather all operands onto each device, without a word."""
+    where = ctx.module_context.axis_context
+    devices = getattr(where, "num_devices", None) or 1  # outside of shard_map
+    manual = getattr(where, "manual_axes", None)
+    mesh = getattr(where, "mesh", None)
+    if devices > 1 or (manual is not None and mesh is not None and set(manual) != set(mesh.axis_names)):
+        over = f"{devices} devices under jax.jit alone" if devices > 1 else f"shard_map over {sorted(manual)} alone"
+        allowed = "jax.shard_map over all axes of the mesh, where each device calls with its part"
+        raise UnsupportedError(work.name, over, allowed, "wrap the call in jax.shard_map")
+
+
+def _unbatched(arguments: Any, dimensions: Any, *, work: Work) -> Any:
+    do = "give x a leading dimension more, or use jax.lax.map"
+    raise UnsupportedError(work.name, "jax.vmap over it", "calls without vmap", do)
+
+
+def _without_jvp(primals: Any, tangents: Any, *, work: Work) -> Any:
+    do = "use jax.grad, once"
+    raise UnsupportedError(work.name, "a second derivative, or forward mode", "first derivatives by jax.vjp", do)
+
+
+_work_p.def_abstract_eval(_abstract)
+_work_p.def_impl(lambda *operands, work: work_jitted(work)(*operands))
+mlir.register_lowering(_work_p, partial(_lower, on_gpu=False), platform="cpu")
+mlir.register_lowering(_work_p, partial(_lower, on_gpu=True), platform="cuda")
+batching.primitive_batchers[_work_p] = _unbatched
+ad.primitive_jvps[_work_p] = _without_jvp
+handler.register(record.run)
+
+
+def work_jitted(work: Work) -> Any:
+    """The call by itself, compiled once."""
+    found = work.__dict__.get("jitted")
+    if found is None:
+        found = work.__dict__["jitted"] = jax.jit(lambda *operands: _work_p.bind(*operands, work=work))
+    return found
+
+
+def bind(work: Work, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """(the written operands as they are afterwards, the results) of work on all of its operands."""
+    found = _work_p.bind(*alike([operands[i] for i in work.used]), work=work)
+    count = len(work.written)
+    return found[:count], found[count:]
+
+
+# ------------------------------------------------------------------------------------------------------- layers
+
+
+class Layered:
+    """A layer of the table with its options, on arrays of these shapes. One object for equal ones."""
+
+    made: dict[Any, Layered] = {}
+
+    def __init__(
+        self, name: str, options: Mapping[str, Any], recipe: Recipe | None, given: tuple[tuple[str, Array], ...]
+    ) -> None:
+        self.function: Function = getattr(functional, name)
+        self.name, self.recipe, self.given = name, recipe, given
+        self.layer, self.options = self.function.layer, dict(options)
+        self.precision = precision_of(name, recipe)
+        rt = record.runtime(CPU)
+        tensors = self._tensors([Tensor(1 << 20, *array, CPU, object()) for _, array in given])
+        settled = self.function._check(tensors, self.options, self.precision, rt)
+        places = {n: i for i, (n, _) in enumerate(given)}
+        self.offsets = [(places[n], n, most) for n, most in self.function._offsets(tensors, settled)]
+        self.options |= self.function._implied(tensors, self.options, rt)
+        self.sides: dict[Any, Sides] = {}
+
+    @classmethod
+    def of(cls, name: str, options: Mapping[str, Any], recipe: Recipe | None, given: Mapping[str, Any]) -> Layered:
+        """The one of these."""
+        shapes = tuple((n, Array(tuple(a.shape), dtypes.dtype(np.dtype(a.dtype)))) for n, a in given.items())
+        precision = precision_of(name, recipe)
+        key = name, tuple(options.items()), None if precision is None else precision.serial, shapes
+        found = cls.made.get(key)
+        return found if found is not None else cls.made.setdefault(key, cls(name, options, recipe, shapes))
+
+    @property
+    def history(self) -> bool:
+        """Whether a scaling state belongs to it."""
+        return self.precision is not None and self.precision.history is not None
+
+    def _tensors(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        found: dict[str, Any] = dict.fromkeys(self.function._arguments)
+        return found | dict(zip((name for name, _ in self.given), tensors, strict=False))
+
+    def wanting(self, needs: frozenset[str], seen: bool) -> Sides:
+        """It with these gradients; `seen`: maxima are taken for the state."""
+        key = needs, seen
+        found = self.sides.get(key)
+        return found if found is not None else self.sides.setdefault(key, Sides(self, needs, seen))
+
+
+class Sides:
+    """Forward and backward of a layer: work over its arrays, its random numbers, and its state."""
+
+    def __init__(self, whole: Layered, needs: frozenset[str], seen: bool) -> None:
+        self.whole, self.needs, self._seen = whole, needs, seen and whole.history
+        first = whole.given[0][1].dtype
+        self.call = call(whole.name, whole.options, first, needs, whole.recipe)
+        operands = [array for _, array in whole.given]
+        self._random = len(operands) if self.call.draws else None
+        if self.call.draws:
+            operands.append(Array((2,), dtypes.int64))
+        self._state = len(operands)
+        written: tuple[int, ...] = ()
+        if whole.history:
+            gemms = len(whole.layer.products)
+            operands += [Array((slots * gemms,), dtypes.float32) for slots in (3, 3, 2, 2)]
+            written = (self._state + 1,) if self._seen else ()
+        self.count = len(operands)
+        content = f"{whole.options} {sorted(needs)} {whole.recipe}"
+        function = partial(self.call.forward.function, spec=self.call.spec)
+        name = f"{whole.name} forward"
+        self.forward = Work(name, function, operands, self._forward_call, content, written, whole.offsets)
+        outputs, _ = self.forward.standing()
+        self.outputs: list[Any] = [self.forward.where(t) for t in outputs]
+        self._content = content
+
+    @property
+    def draws(self) -> bool:
+        """Whether it needs random numbers."""
+        return self._random is not None
+
+    def _scales(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        if not self.whole.history:
+            return {}
+        fs, fa, bs, ba = tensors[self._state : self._state + 4]
+        return {"scales": Scales(fs, fa if self._seen else None, bs, ba if self._seen else None)}
+
+    def _forward_call(self, rt: Runtime, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        seed = None if self._random is None else tensors[self._random]
+        named = self.whole._tensors(tensors)
+        return tuple(self.whole.function._placed(named, self.call, seed, rt)), self._scales(tensors)
+
+    def _backward_call(self, rt: Runtime, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        count = len(self.outputs)
+        addresses = [t.ptr for t in tensors[count:]]
+        _, saved = self.forward.on(rt.device).structure(addresses)
+        grads = [*tensors[:count]]
+        layer = self.whole.layer
+        grads += [None] * (len(layer.outputs) + (layer.name == "attention") - count)
+        return (*grads, saved), self._scales(tensors[count:])
+
+    @cached_property
+    def backward(self) -> Work:
+        """Of the gradients of the outputs, then the operands of forward, then its results."""
+        count = len(self.outputs)
+        operands = [part.array for part in self.outputs] + [*self.forward.operands, *self.forward.results]
+        written = (count + self._state + 3,) if self._seen else ()
+        function = partial(self.call.backward.function, spec=self.call.spec)
+        name = f"{self.whole.name} backward"
+        return Work(name, function, operands, self._backward_call, self._content, written)
+
+    @cached_property
+    def gradients(self) -> dict[str, Part]:
+        """The parts of backward's results that are gradients, by name of what."""
+        found: Any = self.backward.standing()
+        named = zip(self.whole.function._gradients, found, strict=False)
+        placed = {name: self.backward.where(t) for name, t in named if name in self.needs}
+        return {name: at for name, at in placed.items() if at is not None}
+
+
+def shown(part: Part, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+    """The array that is a part of an operand or a result."""
+    found, array = (*operands, *results)[part.number], part.array
+    if part.offset or found.nbytes != array.nbytes or found.dtype != array.dtype.numpy:
+        flat = found.reshape(-1)[part.offset : part.offset + array.nbytes]
+        wide = flat.reshape(-1, array.dtype.itemsize) if array.dtype.itemsize > 1 else flat
+        found = jax.lax.bitcast_convert_type(wide, array.dtype.numpy)
+    return found.reshape(array.shape)
+
+
+# ------------------------------------------------------------------------------------------------ differentiation
+
+
+def _operands(sides: Sides, given: Mapping[str, Any]) -> list[Any]:
+    found = [given[name] for name, _ in sides.whole.given]
+    if sides.draws:
+        if "seed" not in given:
+            do = "pass seed=: another key in each step"
+            raise ArgumentError(sides.whole.name, "no seed where numbers are drawn", "a key of jax.random", do)
+        found.append(given["seed"])
+    if sides.whole.history:
+        fs, fh, bs, bh = given["scaling"]
+        found += [fs, jnp.zeros_like(fs), bs, jnp.zeros_like(bs)]
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def layered(whole: Layered, given: dict[str, Any]) -> tuple[Any, ...]:
+    """The outputs of a layer."""
+    sides = whole.wanting(frozenset(), False)
+    operands = _operands(sides, given)
+    _, results = bind(sides.forward, operands)
+    return tuple(shown(at, operands, results) for at in sides.outputs)
+
+
+def _forward(whole: Layered, given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    needs = frozenset(
+        a.name for a in whole.layer.arguments if a.gradient and a.name in given and given[a.name].perturbed
+    )
+    values = jax.tree_util.tree_map(lambda leaf: leaf.value, given, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+    seen = any(leaf.perturbed for leaf in given.get("scaling", ()))
+    if not needs and not seen:
+        return layered(whole, values), (_Static(None, tuple(values)), {}, (), None)
+    sides = whole.wanting(needs, seen)
+    operands = _operands(sides, values)
+    maxima, results = bind(sides.forward, operands)
+    kept = {}
+    if needs:
+        both = enumerate([*operands, *results], len(sides.outputs))
+        kept = {str(i): a for i, a in both if i in sides.backward.used}
+    outputs = tuple(shown(part, operands, results) for part in sides.outputs)
+    return outputs, (_Static(sides, tuple(values)), kept, maxima, values.get("scaling"))
+
+
+@jax.tree_util.register_static
+class _Static:
+    """What backward knows besides arrays."""
+
+    def __init__(self, sides: Sides | None, names: tuple[str, ...]) -> None:
+        self.sides, self.names = sides, names
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and other.sides is self.sides and other.names == self.names
+
+    def __hash__(self) -> int:
+        return hash((id(self.sides), self.names))
+
+
+def _backward(whole: Layered, residual: Any, cotangents: tuple[Any, ...]) -> tuple[dict[str, Any]]:
+    static, kept, maxima, state = residual
+    sides, found = static.sides, dict.fromkeys(static.names)
+    if sides is None:
+        return (found,)
+    if sides.needs:
+        work = sides.backward
+        operands: list[Any] = [None] * len(work.operands)
+        for i, (ct, part) in enumerate(zip(cotangents, sides.outputs, strict=True)):
+            symbolic = isinstance(ct, jax.custom_derivatives.SymbolicZero)
+            operands[i] = jnp.zeros(part.array.shape, part.array.dtype.numpy) if symbolic else ct
+        for number, value in kept.items():
+            operands[int(number)] = value
+        more, results = bind(work, operands)
+        maxima = [*maxima, *more]
+        for name, part in sides.gradients.items():
+            found[name] = shown(part, operands, results)
+    if maxima:
+        fs, fh, bs, bh = state
+        rows = [jnp.zeros_like(h).at[0].set(m) for h, m in zip((fh, bh), maxima, strict=False)]
+        rows += [jnp.zeros_like(bh)] * (2 - len(rows))
+        found["scaling"] = (jnp.zeros_like(fs), rows[0], jnp.zeros_like(bs), rows[1])
+    return (found,)
+
+
+layered.defvjp(_forward, _backward, symbolic_zeros=True)

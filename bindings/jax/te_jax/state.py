@@ -1,0 +1,138 @@
+"""The state of delayed scaling as a pytree, whose gradient is the next state."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
+
+from te_core.calls import precision_of
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.precision import Precision
+from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
+from te_core.recipe import Recipe
+from te_jax.mesh import varying
+
+NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Scaling:
+    """Scales and histories of maxima of one layer: four float32 arrays with the names of te_torch's checkpoints.
+
+    What `jax.grad` gives as the gradient of a state is the state of the next step. `axis_names`: mesh axes over which
+    maxima are taken, so that all devices of a `jax.shard_map` keep one state.
+    """
+
+    def __init__(self, arrays: tuple[Any, ...], rule: Rule) -> None:
+        self.arrays, self.rule = tuple(arrays), rule
+        self._entered: Any = None  # the arrays as layers of one trace read them
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NAMES:
+            return self.arrays[NAMES.index(name)]
+        raise AttributeError(name)
+
+    def tree_flatten_with_keys(self) -> Any:
+        """See jax.tree_util."""
+        keys = [jax.tree_util.GetAttrKey(name) for name in NAMES]
+        return list(zip(keys, self.arrays, strict=True)), self.rule
+
+    @classmethod
+    def tree_unflatten(cls, rule: Rule, arrays: Any) -> Scaling:
+        """See jax.tree_util."""
+        return cls(tuple(arrays), rule)
+
+    def entered(self) -> tuple[Any, ...]:
+        """The arrays for a layer's call. Layers of one trace share them: so the maxima of a layer that is used twice
+        add up before the update."""
+        trace = get_opaque_trace_state()
+        if self._entered is None or self._entered[0] != trace:
+            self._entered = trace, _entered(self.rule, self.arrays)
+        found: tuple[Any, ...] = self._entered[1]
+        return found
+
+    def __repr__(self) -> str:
+        return f"Scaling({self.rule.layer}, {self.rule.gemms} products, {self.rule.length} rows)"
+
+
+class Rule:
+    """How a state is updated, and whose it is."""
+
+    def __init__(self, layer: str, gemms: int, precision: Precision, axes: tuple[str, ...]) -> None:
+        history = precision.history
+        assert history is not None and precision.input is not None and precision.grad is not None
+        self.layer, self.gemms, self.axes, self.serial = layer, gemms, axes, precision.serial
+        self.algo, self.length = history.amax_algo, history.length
+        self.limits = [rule.dtype.max * 2.0**-history.margin for rule in (precision.input, precision.grad)]
+
+    def _key(self) -> Any:
+        return self.layer, self.gemms, self.axes, self.serial
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rule) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def scaling(recipe: Recipe | None, function: Any, *, axis_names: Any = ()) -> Scaling | None:
+    """A new state of a layer (`te_jax.dense`, `layernorm_dense`, `layernorm_mlp`); None of a recipe without a
+    history."""
+    layer = getattr(function, "te_layer", None)
+    if layer is None:
+        allowed = "te_jax.dense, te_jax.layernorm_dense or te_jax.layernorm_mlp"
+        raise ArgumentError("scaling", f"function = {function!r}", allowed, "pass the function that takes this state")
+    precision = precision_of("scaling", recipe)
+    history = None if precision is None else precision.history
+    if precision is None or history is None:
+        return None
+    if callable(history.amax_algo) or history.scale_algo is not None:
+        do = 'choose amax_compute_algo="max" or "most_recent", without scaling_factor_compute_algo'
+        raise UnsupportedError("scaling", "a recipe with a function of the user's", "recipes without", do)
+    axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    gemms = len(layer.products)
+    arrays = []
+    for slots in (FORWARD_SLOTS, BACKWARD_SLOTS):
+        n = gemms * slots
+        arrays += [jnp.ones(n, jnp.float32), jnp.zeros((history.length, n), jnp.float32)]
+    return Scaling(tuple(arrays), Rule(layer.name, gemms, precision, axes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _entered(rule: Rule, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    scales = [jnp.where(scale > 0, scale, 1.0) for scale in arrays[::2]]  # a state that no step has made yet
+    entered = scales[0], arrays[1], scales[1], arrays[3]
+    return tuple(varying(a, rule.axes) for a in entered)
+
+
+def _enter(rule: Rule, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    return _entered(rule, arrays), arrays
+
+
+def _leave(rule: Rule, arrays: tuple[Any, ...], seen: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
+    """The next state. (The core's update keeps addresses from step to step, which XLA's memory does not have.)"""
+    found: list[Any] = []
+    for limit, scale, history, maxima in zip(rule.limits, arrays[::2], arrays[1::2], seen[1::2], strict=True):
+        last = maxima[0] if not rule.axes else jax.lax.pmax(maxima[0], rule.axes)
+        found += _next(rule.algo, limit, jnp.where(scale > 0, scale, 1.0), history, last)
+    return (tuple(found),)
+
+
+def _next(algo: Any, limit: float, scale: Any, history: Any, last: Any) -> tuple[Any, Any]:
+    """(scale, history) after a step that saw these maxima; what saw none stays."""
+    earlier = jnp.max(jnp.where(jnp.isnan(history[1:]), 0.0, history[1:]), 0, initial=0.0)
+    amax = last if algo == "most_recent" else jnp.fmax(last, earlier)
+    rolled = jnp.concatenate([jnp.zeros_like(last)[None], history[2:], last[None]])[: len(history)]
+    if len(history) == 1:
+        rolled = jnp.zeros_like(history)
+    good = jnp.isfinite(amax) & (amax > 0)
+    made = jnp.minimum(jnp.float32(limit) / jnp.where(good, amax, 1.0), jnp.finfo(jnp.float32).max)
+    moved = last != 0
+    return jnp.where(moved & good, made, scale), jnp.where(moved[None], rolled, history)
+
+
+_entered.defvjp(_enter, _leave)

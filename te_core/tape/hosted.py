@@ -1,0 +1,81 @@
+"""A tape for a host that brings all memory, such as XLA: it takes nothing from an allocator.
+
+Its slots are the inputs, then what the result lies in, then one block for all that a call needs besides: temporaries
+and scratch memory, each at its place.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, NamedTuple
+
+from te_core import dtypes
+from te_core.runtime import Runtime
+from te_core.symbols import Patch
+from te_core.tape.beside import Beside, Noticed, Waited
+from te_core.tape.layout import Lives, lives_of, side_by_side
+from te_core.tape.recorder import Recorder, RecordingRuntime
+from te_core.tape.tape import Drop, Slot, Take, Tape
+from te_core.tape.walk import NotRecordedError
+from te_core.tensor import Tensor
+
+_NO_LIMIT = 1 << 62
+
+
+class Hosted(NamedTuple):
+    """A tape of which every slot is the host's."""
+
+    tape: Tape
+    kept: tuple[int, ...]  # the recorded tape's slots in which its result lies: here they follow the inputs
+    block: int  # the bytes of the last slot
+
+    def results(self) -> tuple[Slot, ...]:
+        """The memory of the result."""
+        inputs = len(self.tape.slots) - len(self.kept) - 1
+        return self.tape.slots[inputs:-1]
+
+
+def hosted(rt: Runtime, tape: Tape) -> Hosted:
+    """The same work in memory of a host's. The block has to be aligned as the runtime's allocations are."""
+    steps = [copy(step) for step in tape.steps if not isinstance(step, (Take, Drop))]
+    if any(slot.way for slot in tape.slots) or any(isinstance(step, (Beside, Noticed, Waited)) for step in steps):
+        raise NotRecordedError("work on other streams, in a host's memory")
+    kept = tuple(sorted(i for i in tape.kept if tape.slots[i].kind == "memory"))
+    lives = _temporary(tape, steps, kept)
+    size = {i: tape.slots[i].nbytes for i in lives}
+    places, block = side_by_side(lives, size, _NO_LIMIT)
+    where = {i: (i, 0) for i in range(tape.inputs)} | {i: (tape.inputs + n, 0) for n, i in enumerate(kept)}
+    last = tape.inputs + len(kept)
+    where |= {i: (last, at) for i, at in places.items()}
+    for step in steps:
+        step.patches = tuple(Patch(p.number, where[p.slot][0], p.offset + where[p.slot][1]) for p in step.patches)
+    zeroed = [_fill(rt, (last, places[i]), size[i]) for i in lives if tape.slots[i].zeroed]
+    brought = [tape.slots[i]._replace(kind="input") for i in (*range(tape.inputs), *kept)]
+    slots = [*brought, Slot("input", "temporaries", (block,), dtypes.uint8, block, 0)]
+    return Hosted(Tape(tape.what, slots, [*zeroed, *steps], block, tape.result, tape.keeps), kept, block)
+
+
+def _temporary(tape: Tape, steps: list[Any], kept: tuple[int, ...]) -> Lives:
+    """When memory is used that no result lies in; what begins as zeros from the first step on."""
+    _, uses = lives_of(tape.slots, steps, ())
+    found: Lives = {}
+    for i, (first, last) in uses.items():
+        slot = tape.slots[i]
+        if slot.kind not in ("memory", "scratch") or i in kept:
+            if slot.kind == "handle":
+                raise NotRecordedError("a collective, in a host's memory")
+            continue
+        found[i] = (0 if slot.zeroed else first), last
+    return found
+
+
+def _fill(rt: Runtime, place: tuple[int, int], nbytes: int) -> Any:
+    """The step that fills a part of the block with zeros."""
+    recorder = Recorder(rt, 1)
+    given = recorder.input("temporaries", Tensor(0, (nbytes,), dtypes.uint8, rt.device, None))
+    on = RecordingRuntime(rt, recorder)
+    on.backend.zero(on, given)
+    (step,) = recorder.steps
+    slot, offset = place
+    step.patches = tuple(Patch(p.number, slot, p.offset + offset) for p in step.patches)  # type: ignore[misc]
+    return step

@@ -1,0 +1,440 @@
+"""Functions of te_jax: the bits of te_core.functional, forward and backward, on the device that JAX has."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+import te_jax as te  # noqa: E402
+from te_core import ArgumentError, UnsupportedError  # noqa: E402
+from te_core import functional as fn  # noqa: E402
+from te_core.functional import arrays  # noqa: E402
+from te_core.recipe import (  # noqa: E402
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from te_core.runtime import Runtime  # noqa: E402
+from te_jax import record  # noqa: E402
+
+DELAYED = DelayedScaling(amax_history_len=3)
+RECIPES = [None, Float8CurrentScaling(), Float8BlockScaling(), DELAYED]
+NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+
+
+def drawn(*shape: int, seed: int = 0, size: float = 1.0) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) * size, jnp.float32)
+
+
+X = drawn(4, 8, 32)
+GAMMA, BETA = 1 + drawn(32, seed=1, size=0.1), drawn(32, seed=2, size=0.1)
+W, B = drawn(32, 48, seed=3, size=0.2), drawn(48, seed=4)
+W1, B1 = drawn(32, 2, 64, seed=5, size=0.2), drawn(2, 64, seed=6, size=0.1)
+W2, B2 = drawn(64, 32, seed=7, size=0.2), drawn(32, seed=8, size=0.1)
+
+
+def host(array: Any) -> Any:
+    """The values of what te_core.functional gave."""
+    tensor = arrays.read("test", "result", array)
+    return (Runtime.cpu() if tensor.device.kind == "cpu" else Runtime.cuda()).numpy(tensor)
+
+
+def scaling_of(recipe: Recipe | None, function: Any) -> Any:
+    return None if recipe is None else te.scaling(recipe, function)
+
+
+def by_jax(function: Any, wanted: Any, scaling: Any, given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """(y, the gradients of what was given, the next state), for this gradient of y."""
+
+    def loss(given: Any, scaling: Any) -> Any:
+        y = function(*given, scaling=scaling)
+        return (y * wanted).sum(), y
+
+    (_, y), (grads, after) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(given, scaling)
+    return y, grads, after
+
+
+def equal(found: Any, wanted: Any) -> None:
+    assert np.array_equal(np.asarray(found).reshape(np.shape(wanted)), wanted)
+
+
+CASES: dict[str, Any] = {
+    "dense": (
+        te.dense,
+        fn.linear,
+        lambda r, s, x, w, b: te.dense(x, w, b, recipe=r, scaling=s),
+        (X, W, B),
+        lambda x, w, b: {"x": x, "weight": w.T, "bias": b},
+        {},
+    ),
+    "layernorm_dense": (
+        te.layernorm_dense,
+        fn.layernorm_linear,
+        lambda r, s, x, w, g, b: te.layernorm_dense(x, w, g, b, recipe=r, scaling=s),
+        (X, W, GAMMA, BETA),
+        lambda x, w, g, b: {"x": x, "weight": w.T, "layer_norm_weight": g, "layer_norm_bias": b},
+        {"eps": 1e-6},
+    ),
+    "layernorm_mlp": (
+        te.layernorm_mlp,
+        fn.layernorm_mlp,
+        lambda r, s, x, g, w1, b1, w2, b2: te.layernorm_mlp(
+            x, g, None, [w1, w2], [b1, b2], "rmsnorm", activation_type=("silu", "linear"), recipe=r, scaling=s
+        ),
+        (X, GAMMA, W1, B1, W2, B2),
+        lambda x, g, w1, b1, w2, b2: {
+            "x": x, "layer_norm_weight": g, "fc1_weight": w1.reshape(32, 128).T, "fc1_bias": b1.reshape(128),
+            "fc2_weight": w2.T, "fc2_bias": b2,
+        },
+        {"eps": 1e-6, "activation": "swiglu", "normalization": "RMSNorm"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("name", CASES)
+def test_equal_bits(name: str, recipe: Recipe | None) -> None:
+    """Of three steps, with the states that follow."""
+    ours, theirs, call, given, named, options = CASES[name]
+    state = scaling_of(recipe, ours)
+    other = None if state is None else fn.Scaling(recipe, theirs, like=X)
+    for step in range(3):
+        now = (given[0] * (1 + step), *given[1:])
+        y, back = theirs(**named(*now), **options, recipe=recipe, scaling=other)
+        dy = drawn(*y.shape, seed=step)
+        grads = back(dy)
+        if other is not None:
+            fn.update(other)
+        found, of_jax, state = by_jax(lambda *g, scaling: call(recipe, scaling, *g), dy, state, now)
+        equal(found, host(y))
+        of_jax = named(*of_jax)
+        assert of_jax.keys() == grads.keys()
+        for key, grad in grads.items():
+            equal(of_jax[key], host(grad))
+        for part in () if other is None else NAMES:
+            equal(getattr(state, part), host(getattr(other, part)))
+
+
+@pytest.mark.parametrize("shape", [((1, 2), (0, 1)), ((-2, -1), (0, 1))])
+def test_several_contracting_dimensions(shape: Any) -> None:
+    y = te.dense(drawn(5, 4, 8), drawn(4, 8, 3, 6, seed=1), contracting_dims=shape)
+    np.testing.assert_allclose(y, jnp.tensordot(drawn(5, 4, 8), drawn(4, 8, 3, 6, seed=1), 2), rtol=1e-4, atol=1e-4)
+
+
+def test_norms_and_activations() -> None:
+    y, back = fn.layernorm(X, GAMMA, BETA, eps=1e-6)
+    found, grads, _ = by_jax(lambda x, g, b, scaling: te.layernorm(x, g, b, "layernorm"), X, None, (X, GAMMA, BETA))
+    equal(found, host(y))
+    for got, wanted in zip(grads, back(X).values(), strict=True):
+        equal(got, host(wanted))
+    equal(te.layernorm(X, GAMMA, None, "rmsnorm"), host(fn.rmsnorm(X, GAMMA, eps=1e-6)[0]))
+    equal(te.activation(X.reshape(4, 8, 2, 16), ("gelu", "linear")), host(fn.activation(X, activation="geglu")[0]))
+    equal(te.activation(X, "relu"), host(fn.activation(X, activation="relu")[0]))
+    equal(te.activation(X[..., None, :], ("gelu",)), host(fn.activation(X, activation="gelu")[0]))
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "none": {"attn_mask_type": "no_mask"},
+    "window": {"window_size": (3, 0)},
+    "padding": {"attn_mask_type": "padding_causal", "sequence_lengths": ((3, 16), (3, 16))},
+    "packed": {"attn_mask_type": "padding_causal", "sequence_lengths": ((9, 7), (9, 7)), "qkv_layout": "t3hd"},
+    "pairs": {"qkv_layout": "bshd_bs2hd", "scaling_factor": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str) -> None:
+    options, dtype = dict(ATTENTION[name]), jnp.bfloat16
+    layout = options.get("qkv_layout", "bshd_bshd_bshd")
+    packed = layout.startswith("t")
+    q, k, v = (drawn(*((16,) if packed else (2, 16)), 4, 32, seed=i).astype(dtype) for i in range(3))
+    lengths = options.get("sequence_lengths")
+    more: dict[str, Any] = {}
+    if lengths is not None:
+        cu = jnp.asarray([0, *np.cumsum(lengths[0])], jnp.int32)
+        more = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu} | ({"max_seqlen_q": 16, "max_seqlen_kv": 16} if packed else {})
+    y, back = fn.attention(
+        q, k, v, qkv_format="thd" if packed else "bshd", attn_mask_type=options.get("attn_mask_type", "causal"),
+        window_size=options.get("window_size"), softmax_scale=options.get("scaling_factor"), **more,
+    )  # fmt: skip
+    dy = drawn(*y.shape, seed=9).astype(dtype)
+    grads = back(dy)
+
+    def function(q: Any, k: Any, v: Any, scaling: Any) -> Any:
+        qkv = {"t3hd": lambda: (jnp.stack([q, k, v], -3),), "bshd_bs2hd": lambda: (q, jnp.stack([k, v], -3))}
+        parts = qkv.get(layout, lambda: (q, k, v))()
+        return te.fused_attn(parts, **options).reshape(y.shape)
+
+    found, of_jax, _ = by_jax(function, dy, None, (q, k, v))
+    equal(found, host(y))
+    for got, wanted in zip(of_jax, grads.values(), strict=True):
+        equal(got, host(wanted)) if jax.default_backend() == "cpu" else np.testing.assert_allclose(
+            np.asarray(got, np.float32), host(wanted).astype(np.float32), rtol=0.02, atol=0.02
+        )
+
+
+def test_dropout_follows_the_key() -> None:
+    q = drawn(2, 16, 4, 32).astype(jnp.bfloat16)
+    one, again, other = (
+        np.asarray(te.fused_attn((q, q, q), seed=jax.random.key(i), dropout_probability=0.5)) for i in (1, 1, 2)
+    )
+    assert np.array_equal(one, again) and not np.array_equal(one, other)
+    still = te.fused_attn((q, q, q), dropout_probability=0.5, is_training=False)
+    assert np.array_equal(still, te.fused_attn((q, q, q)))
+    with pytest.raises(ArgumentError, match="no seed"):
+        te.fused_attn((q, q, q), dropout_probability=0.5)
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), DELAYED])
+def test_quantize(recipe: Recipe) -> None:
+    x = drawn(32, 128)
+    scale = jnp.full(1, 2.0) if recipe is DELAYED else None
+    q = jax.jit(lambda x: te.quantize(x, recipe, scale=scale))(x)
+    assert q.data.shape == x.shape and q.data.dtype == jnp.float8_e4m3fn
+    values = np.asarray(jax.jit(te.dequantize)(q))
+    assert 0 < np.abs(values - np.asarray(x)).max() < 0.3
+    if recipe is DELAYED:
+        assert q.scale_inv == 0.5
+
+
+# ------------------------------------------------------------------------------------------------ transformations
+
+
+def loss_of(p: Any, scaling: Any, x: Any, recipe: Any = DELAYED) -> Any:
+    y = te.layernorm_mlp(
+        x, p["g"], None, [p["w1"], p["w2"]], [None, None], "rmsnorm", activation_type=("silu", "linear"),
+        recipe=recipe, scaling=scaling,
+    )  # fmt: skip
+    return (y**2).mean()
+
+
+P = {"g": GAMMA, "w1": W1, "w2": W2}
+
+
+def alike(a: Any, b: Any) -> None:
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.array_equal(left, right)
+
+
+def test_eager_is_compiled() -> None:
+    state = te.scaling(DELAYED, te.layernorm_mlp)
+    step = jax.value_and_grad(loss_of, argnums=(0, 1))
+    alike(step(P, state, X), jax.jit(step)(P, state, X))
+
+
+def test_layers_by_scan_and_remat() -> None:
+    """Three layers in a loop, computed again in backward: the gradients of three layers in a row."""
+    ps, states = (
+        jax.tree.map(lambda a: jnp.stack([a, a * 0.5, -a]), t) for t in (P, te.scaling(DELAYED, te.layernorm_mlp))
+    )
+
+    def layer(x: Any, own: Any) -> Any:
+        p, state = own
+        return x + te.layernorm_mlp(
+            x, p["g"], None, [p["w1"], p["w2"]], [None, None], "rmsnorm", activation_type=("silu", "linear"),
+            recipe=DELAYED, scaling=state,
+        )  # fmt: skip
+
+    def looped(ps: Any, states: Any, x: Any) -> Any:
+        return (jax.lax.scan(lambda x, own: (jax.checkpoint(layer)(x, own), None), x, (ps, states))[0] ** 2).mean()
+
+    def plain(ps: Any, states: Any, x: Any) -> Any:
+        for i in range(3):
+            x = layer(x, jax.tree.map(lambda a: a[i], (ps, states)))  # noqa: B023
+        return (x**2).mean()
+
+    for _ in range(2):
+        found, wanted = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(ps, states, X) for f in (looped, plain))
+        assert np.allclose(found[0], wanted[0])
+        alike(found[1][1], wanted[1][1])
+        for a, b in zip(jax.tree.leaves(found[1][0]), jax.tree.leaves(wanted[1][0]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        states = found[1][1]
+
+
+def test_a_layer_used_twice_adds_its_maxima() -> None:
+    state = te.scaling(DELAYED, te.dense)
+    use = lambda s, x: te.dense(x, W, recipe=DELAYED, scaling=s).sum()  # noqa: E731
+    once, other = (jax.grad(use)(state, x).amax_history_fwd for x in (X, 2 * X))
+    both = jax.grad(lambda s: use(s, X) + use(s, 2 * X))(state)
+    np.testing.assert_allclose(both.amax_history_fwd, once + other)
+    assert np.array_equal(both.scale_fwd[:2], np.float32(448) / np.asarray(once + other)[-1, :2])
+
+
+def test_what_no_gradient_is_taken_of() -> None:
+    """The weight alone, nothing at all, and one branch of a cond."""
+    state = te.scaling(DELAYED, te.dense)
+    use = lambda w, s, x: te.dense(x, w, recipe=DELAYED, scaling=s)  # noqa: E731
+    full = jax.grad(lambda w, s, x: use(w, s, x).sum(), argnums=(0, 1, 2))(W, state, X)
+    alike(jax.grad(lambda w, s: use(w, s, X).sum(), argnums=(0, 1))(W, state), full[:2])
+    assert np.array_equal(use(W, state, X), jax.jit(use)(W, state, X))
+    branch = jax.grad(lambda s: jax.lax.cond(False, lambda: use(W, s, X).sum(), lambda: 0.0))(state)
+    assert np.array_equal(use(W, branch, X), use(W, state, X))  # a state of zeros is a new one
+
+
+def test_states_may_be_donated() -> None:
+    step = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)), donate_argnums=1)
+    kept = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))
+    ours = theirs = te.scaling(DELAYED, te.layernorm_mlp)
+    ours = jax.tree.map(jnp.copy, ours)
+    for _ in range(3):
+        (_, (_, ours)), (_, (_, theirs)) = step(P, ours, X), kept(P, theirs, X)
+        alike(ours, theirs)
+
+
+def test_threads() -> None:
+    step = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))
+    state, found = te.scaling(DELAYED, te.layernorm_mlp), []
+    wanted = step(P, state, X)
+
+    def work() -> None:
+        for _ in range(5):
+            found.append(step(P, state, X))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    for one in found:
+        alike(one, wanted)
+
+
+def test_autocast() -> None:
+    wanted = te.dense(X, W, recipe=Float8CurrentScaling())
+    with te.autocast(recipe=Float8CurrentScaling()):
+        assert np.array_equal(te.dense(X, W), wanted)
+        with te.autocast(enabled=False):
+            assert np.array_equal(te.dense(X, W), te.dense(X, W, recipe=None))
+    assert not np.array_equal(te.dense(X, W), wanted)
+
+
+# ------------------------------------------------------------------------------------------------ several devices
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
+def test_data_parallel() -> None:
+    """shard_map over devices: the gradients and the state of one device that has the whole batch."""
+    count = min(4, len(jax.devices()))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",))
+    spec = jax.sharding.PartitionSpec
+
+    def local(p: Any, s: Any, x: Any) -> Any:
+        return jax.lax.pmean(loss_of(p, s, x), "data")
+
+    whole = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))
+    inside = jax.shard_map(
+        jax.value_and_grad(local, argnums=(0, 1)), mesh=mesh, in_specs=(spec(), spec(), spec("data")),
+        out_specs=(spec(), spec()),
+    )  # fmt: skip
+    around = jax.value_and_grad(
+        jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec(), spec("data")), out_specs=spec()), argnums=(0, 1)
+    )
+    wanted = te.scaling(DELAYED, te.layernorm_mlp)
+    found = [te.scaling(DELAYED, te.layernorm_mlp, axis_names="data")] * 2
+    for step in range(3):
+        x = X * (1 + step)
+        value, (grads, wanted) = whole(P, wanted, x)
+        for i, function in enumerate((inside, around)):
+            got, (of, found[i]) = jax.jit(function)(P, found[i], x)
+            np.testing.assert_allclose(got, value, rtol=1e-5)
+            for a, b in zip(jax.tree.leaves(of), jax.tree.leaves(grads), strict=True):
+                np.testing.assert_allclose(a, b, rtol=0.02, atol=2e-4)
+            alike(found[i].arrays[:2], wanted.arrays[:2])
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
+def test_column_and_row_parallel() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
+    spec = jax.sharding.PartitionSpec
+
+    def local(x: Any, w1: Any, w2: Any) -> Any:
+        return jax.lax.psum(te.dense(jax.nn.relu(te.dense(x, w1)), w2), "model")
+
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec(), spec(None, "model"), spec("model", None)), out_specs=spec()
+    )
+    flat = W1.reshape(32, 128)[:, :64]
+    plain = lambda x, w1, w2: jax.nn.relu(x @ w1) @ w2  # noqa: E731
+    found, wanted = (
+        jax.jit(jax.grad(lambda *a, f=f: (f(*a) ** 2).sum(), (0, 1, 2)))(X, flat, W2) for f in (split, plain)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
+def test_sharded_arrays_under_jit_alone_are_refused() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    x = jax.device_put(X, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    with pytest.raises(UnsupportedError, match=r"(?s)2 devices under jax.jit.*jax.shard_map"):
+        jax.jit(te.dense)(x, W)
+
+
+# -------------------------------------------------------------------------------------------------- refused, wrong
+
+
+def test_refused() -> None:
+    dense = lambda x: te.dense(x, W).sum()  # noqa: E731
+    with pytest.raises(UnsupportedError, match=r"(?s)jax.vmap.*jax.lax.map"):
+        jax.vmap(dense)(X)
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        jax.grad(lambda x: jax.grad(dense)(x).sum())(X)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(dense, (X,), (X,))
+    state = te.scaling(DELAYED, te.dense)
+    for wrong, said in (
+        (lambda: te.dense(X[..., :5], W), "(?s)weight.*K = 5"),
+        (lambda: te.dense(X, W, contracting_dims=((0,), (0,))), "contracting_dims"),
+        (lambda: te.dense(X, W, contracting_dims=((-1,), (1,))), "contracting dimensions"),
+        (lambda: te.dense(X.astype(jnp.int32), W), "int32"),
+        (lambda: te.dense(X, W, recipe=DELAYED), r"(?s)scaling=None.*te_jax.scaling\(recipe, te_jax.dense\)"),
+        (lambda: te.layernorm_dense(X, W, GAMMA, BETA, recipe=DELAYED, scaling=state), "another layer"),
+        (lambda: te.layernorm(X, GAMMA, BETA, "rmsnorm"), "norm_type"),
+        (lambda: te.activation(X, ("gelu", "gelu")), "activation_type"),
+        (lambda: te.layernorm_mlp(X, GAMMA, BETA, [W1], [B1, B2], "layernorm"), "1 kernels"),
+        (lambda: te.fused_attn((X, X, X), qkv_layout="sbhd"), "qkv_layout"),
+        (lambda: te.fused_attn((X, X, X), attn_mask_type="padding"), "sequence_lengths"),
+        (lambda: te.scaling(DELAYED, te.layernorm), "function"),
+        (lambda: te.autocast(recipe="fp8").__enter__(), "recipe"),  # type: ignore[arg-type]
+        (lambda: te.quantize(X, None), "recipe"),
+        (lambda: te.dequantize(X), "Quantized"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            wrong()
+    with pytest.raises(UnsupportedError, match="whose quantizers are functions|function of the user"):
+        te.scaling(DelayedScaling(amax_compute_algo=lambda history: history[0]), te.dense)
+
+
+def test_an_error_in_a_call_is_an_error_of_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = jax.jit(lambda x: te.dense(x, W[:, :40]))
+    step(X)
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record.Work, "run", broken)
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="on purpose"):
+            step(X).block_until_ready()
+    known = dict(record._works)
+    record._works.clear()
+    try:
+        with pytest.raises(
+            (ValueError, jax.errors.JaxRuntimeError), match=r"(?s)does not know.*trace the function again"
+        ):
+            step(X).block_until_ready()
+    finally:
+        record._works.update(known)
+    assert np.array_equal(step(X), te.dense(X, W[:, :40]))
