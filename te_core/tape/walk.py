@@ -10,6 +10,7 @@ from operator import or_
 from typing import Any
 
 from te_core.layers.linear import Sink
+from te_core.ops.quantize import ScalingState
 from te_core.ops.swizzle import Scales as OrderedScales
 from te_core.quantize.state import Scales
 from te_core.quantized import Cast, QuantizedTensor
@@ -181,6 +182,9 @@ def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | 
         return Scales(*[exchanged(getattr(value, name), leaf, wholes) for name in STATE])
     if kind is Sink:
         return Sink(exchanged(value.main, leaf, wholes), value.accumulate, value.queue)
+    if kind is ScalingState:
+        scale, history, used = (exchanged(part, leaf, wholes) for part in (value.scale, value.history, value.used))
+        return ScalingState(scale, history, used, value.limit)
     if kind is Cast:
         made = copy(value)
         for name in _OF_CAST:

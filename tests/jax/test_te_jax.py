@@ -11,20 +11,14 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-
 import te_jax as te  # noqa: E402
+from te_jax import record  # noqa: E402
+
 from te_core import ArgumentError, UnsupportedError  # noqa: E402
 from te_core import functional as fn  # noqa: E402
 from te_core.functional import arrays  # noqa: E402
-from te_core.recipe import (  # noqa: E402
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe  # noqa: E402
 from te_core.runtime import Runtime  # noqa: E402
-from te_jax import record  # noqa: E402
 
 DELAYED = DelayedScaling(amax_history_len=3)
 RECIPES = [None, Float8CurrentScaling(), Float8BlockScaling(), DELAYED]
@@ -127,7 +121,8 @@ def test_equal_bits(name: str, recipe: Recipe | None) -> None:
 @pytest.mark.parametrize("shape", [((1, 2), (0, 1)), ((-2, -1), (0, 1))])
 def test_several_contracting_dimensions(shape: Any) -> None:
     y = te.dense(drawn(5, 4, 8), drawn(4, 8, 3, 6, seed=1), contracting_dims=shape)
-    np.testing.assert_allclose(y, jnp.tensordot(drawn(5, 4, 8), drawn(4, 8, 3, 6, seed=1), 2), rtol=1e-4, atol=1e-4)
+    x, w = (np.asarray(a) for a in (drawn(5, 4, 8), drawn(4, 8, 3, 6, seed=1)))
+    np.testing.assert_allclose(y, np.tensordot(x, w, 2), rtol=2e-3, atol=2e-2)  # TF32 on a GPU
 
 
 def test_norms_and_activations() -> None:
@@ -146,8 +141,15 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "causal": {},
     "none": {"attn_mask_type": "no_mask"},
     "window": {"window_size": (3, 0)},
-    "padding": {"attn_mask_type": "padding_causal", "sequence_lengths": ((3, 16), (3, 16))},
-    "packed": {"attn_mask_type": "padding_causal", "sequence_lengths": ((9, 7), (9, 7)), "qkv_layout": "t3hd"},
+    "padding": {
+        "attn_mask_type": "padding_causal",
+        "sequence_descriptor": te.SequenceDescriptor.from_seqlens(((3, 16), (3, 16))),
+    },
+    "packed": {
+        "attn_mask_type": "padding_causal",
+        "sequence_descriptor": te.SequenceDescriptor.from_seqlens((9, 7)),
+        "qkv_layout": "t3hd",
+    },
     "pairs": {"qkv_layout": "bshd_bs2hd", "scaling_factor": 0.3},
 }
 
@@ -158,10 +160,10 @@ def test_attention(name: str) -> None:
     layout = options.get("qkv_layout", "bshd_bshd_bshd")
     packed = layout.startswith("t")
     q, k, v = (drawn(*((16,) if packed else (2, 16)), 4, 32, seed=i).astype(dtype) for i in range(3))
-    lengths = options.get("sequence_lengths")
+    lengths = options.get("sequence_descriptor")
     more: dict[str, Any] = {}
     if lengths is not None:
-        cu = jnp.asarray([0, *np.cumsum(lengths[0])], jnp.int32)
+        cu = jnp.asarray([0, *np.cumsum(lengths.seqlens[0])], jnp.int32)
         more = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu} | ({"max_seqlen_q": 16, "max_seqlen_kv": 16} if packed else {})
     y, back = fn.attention(
         q, k, v, qkv_format="thd" if packed else "bshd", attn_mask_type=options.get("attn_mask_type", "causal"),
@@ -405,7 +407,9 @@ def test_refused() -> None:
         (lambda: te.activation(X, ("gelu", "gelu")), "activation_type"),
         (lambda: te.layernorm_mlp(X, GAMMA, BETA, [W1], [B1, B2], "layernorm"), "1 kernels"),
         (lambda: te.fused_attn((X, X, X), qkv_layout="sbhd"), "qkv_layout"),
-        (lambda: te.fused_attn((X, X, X), attn_mask_type="padding"), "sequence_lengths"),
+        (lambda: te.fused_attn((X, X, X), attn_mask_type="padding"), "sequence_descriptor"),
+        (lambda: te.fused_attn((X, X)), "a tuple of 3"),
+        (lambda: te.fused_attn((X, X, X), attn_bias_type="post_scale_bias"), "without bias"),
         (lambda: te.scaling(DELAYED, te.layernorm), "function"),
         (lambda: te.autocast(recipe="fp8").__enter__(), "recipe"),  # type: ignore[arg-type]
         (lambda: te.quantize(X, None), "recipe"),

@@ -1,13 +1,19 @@
 """te_core for JAX: low-precision layers as functions of JAX arrays, under jit, grad, scan, remat and shard_map."""
 
+from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
 from te_jax.context import autocast
-from te_jax.layers import activation, dense, fused_attn, layernorm, layernorm_dense, layernorm_mlp
+from te_jax.layers import activation, dense, layernorm, layernorm_dense, layernorm_mlp
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.state import Scaling, scaling
 
 __all__ = [
+    "AttnBiasType",
+    "AttnMaskType",
+    "AttnSoftmaxType",
+    "QKVLayout",
     "Quantized",
     "Scaling",
+    "SequenceDescriptor",
     "activation",
     "autocast",
     "dense",

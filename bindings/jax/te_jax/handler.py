@@ -103,7 +103,8 @@ def _made(on_gpu: bool, run: Runner) -> Any:
             return None
         except BaseException as error:
             wrong = _Wrong(ctypes.sizeof(_Wrong), None, f"te_jax: {error}".encode(), _INTERNAL)
-            return _function(_Api.from_address(frame.api).functions[_CREATE_ERROR])(ctypes.addressof(wrong))
+            made: int = _function(_Api.from_address(frame.api).functions[_CREATE_ERROR])(ctypes.addressof(wrong))
+            return made
 
     return _Function(handler)
 

@@ -29,7 +29,7 @@ def _is(layer: str) -> Callable[[F], F]:
     return marked
 
 
-def _call(
+def call_layer(
     name: str,
     arrays: dict[str, Any],
     options: dict[str, Any],
@@ -49,7 +49,8 @@ def _call(
         given["scaling"] = scaling.entered()
     if seed is not None:
         given["seed"] = _seed(name, seed)
-    return layered(whole, alike(given))
+    outputs: tuple[Any, ...] = layered(whole, alike(given))
+    return outputs
 
 
 def _seed(operation: str, seed: Any) -> Any:
@@ -103,7 +104,7 @@ def dense(
     rows = x.reshape(*lead, -1)
     arrays = {"x": rows, "weight": _matrix("dense", kernel, of_kernel)}
     arrays["bias"] = None if bias is None else jnp.asarray(bias).reshape(-1)
-    (y,) = _call("linear", arrays, {}, chosen(recipe), scaling, seed)
+    (y,) = call_layer("linear", arrays, {}, chosen(recipe), scaling, seed)
     return y.reshape(*lead, *outer)
 
 
@@ -125,7 +126,7 @@ def layernorm(
     """LayerNorm (or RMSNorm: `norm_type="rmsnorm"`, beta=None) of the last dimension."""
     options = _norm("layernorm", norm_type, beta, zero_centered_gamma, epsilon)
     name = options.pop("normalization").lower()
-    (y,) = _call(name, {"x": x, "weight": gamma, "bias": beta}, options)
+    (y,) = call_layer(name, {"x": x, "weight": gamma, "bias": beta}, options)
     return y
 
 
@@ -151,7 +152,7 @@ def layernorm_dense(
     arrays = {"x": x, "layer_norm_weight": gamma, "layer_norm_bias": beta}
     arrays |= {"weight": _matrix("layernorm_dense", kernel, (0,))}
     arrays["bias"] = None if bias is None else jnp.asarray(bias).reshape(-1)
-    (y,) = _call("layernorm_linear", arrays, options, chosen(recipe), scaling, seed)
+    (y,) = call_layer("layernorm_linear", arrays, options, chosen(recipe), scaling, seed)
     return y.reshape(*y.shape[:-1], *outer)
 
 
@@ -179,7 +180,7 @@ def activation(x: Any, activation_type: Any) -> Any:
     count = 1 if isinstance(activation_type, str) else len(activation_type)
     if x.ndim > 1 and x.shape[-2] == count:
         x = x.reshape(*x.shape[:-2], -1)
-    (y,) = _call("activation", {"x": x}, {"activation": kind})
+    (y,) = call_layer("activation", {"x": x}, {"activation": kind})
     return y
 
 
@@ -214,73 +215,5 @@ def layernorm_mlp(
     b1, b2 = (None if b is None else jnp.asarray(b).reshape(-1) for b in pairs[1])
     arrays = {"x": x, "layer_norm_weight": gamma, "layer_norm_bias": beta}
     arrays |= {"fc1_weight": w1, "fc1_bias": b1, "fc2_weight": w2, "fc2_bias": b2}
-    (y,) = _call("layernorm_mlp", arrays, options, chosen(recipe), scaling, seed)
+    (y,) = call_layer("layernorm_mlp", arrays, options, chosen(recipe), scaling, seed)
     return y
-
-
-_MASKS = {
-    "no_mask": "no_mask", "causal": "causal", "causal_bottom_right": "causal_bottom_right", "padding": "padding",
-    "padding_causal": "padding_causal", "padding_causal_bottom_right": "padding_causal_bottom_right",
-}  # fmt: skip
-_LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", "thd_thd_thd", "thd_t2hd", "t3hd")
-
-
-def _parted(qkv: Sequence[Any], layout: str) -> tuple[Any, Any, Any]:
-    if layout.endswith("3hd"):
-        (packed,) = qkv
-        q, k, v = (packed[..., i, :, :] for i in range(3))
-    elif "2hd" in layout:
-        q, packed = qkv
-        k, v = (packed[..., i, :, :] for i in range(2))
-    else:
-        q, k, v = qkv
-    return q, k, v
-
-
-def fused_attn(
-    qkv: Sequence[Any],
-    bias: Any = None,
-    sequence_lengths: tuple[Any, Any] | None = None,
-    seed: Any = None,
-    *,
-    attn_mask_type: str = "causal",
-    qkv_layout: str = "bshd_bshd_bshd",
-    softmax_type: str = "vanilla",
-    softmax_offset: Any = None,
-    scaling_factor: float | None = None,
-    dropout_probability: float = 0.0,
-    is_training: bool = True,
-    window_size: tuple[int, int] | None = None,
-) -> Any:
-    """softmax(q k^T) v: [batch, length, heads, width], or [tokens, heads, width] of packed sequences.
-
-    `qkv`: one array, two, or three, as `qkv_layout` says. `sequence_lengths`: those of queries and keys, int32 [batch],
-    of masks with padding. `seed`: a key of jax.random for dropout, another one in each step.
-    """
-    if qkv_layout not in _LAYOUTS or attn_mask_type not in _MASKS:
-        got = f"qkv_layout={qkv_layout!r}, attn_mask_type={attn_mask_type!r}"
-        raise ArgumentError("fused_attn", got, f"{', '.join(_LAYOUTS)}; {', '.join(_MASKS)}", "choose one of these")
-    q, k, v = _parted(qkv, qkv_layout)
-    packed = qkv_layout.startswith("t")
-    padded = packed or "padding" in attn_mask_type
-    if padded != (sequence_lengths is not None):
-        got = f"{attn_mask_type} in {qkv_layout} {'without' if padded else 'with'} sequence_lengths"
-        raise ArgumentError("fused_attn", got, "lengths where there is padding", "correct sequence_lengths")
-    dropout = float(dropout_probability) if is_training else 0.0
-    arrays = {"q": q, "k": k, "v": v, "core_attention_bias": bias, "softmax_offset": softmax_offset}
-    if sequence_lengths is not None:
-        for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_kv"), sequence_lengths, strict=True):
-            arrays[name] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.asarray(lengths, jnp.int32))])
-    options = {
-        "qkv_format": "thd" if packed else "bshd",
-        "attn_mask_type": attn_mask_type,
-        "softmax_type": softmax_type,
-        "softmax_scale": scaling_factor,
-        "attention_dropout": dropout,
-        "window_size": None if window_size is None else tuple(window_size),
-        "core_attention_bias_type": "no_bias" if bias is None else "post_scale_bias",
-        "max_seqlen_q": q.shape[0] if packed else 0,
-        "max_seqlen_kv": k.shape[0] if packed else 0,
-    }
-    (y,) = _call("attention", arrays, options, seed=seed if dropout else None)
-    return y.reshape(*q.shape[:-1], v.shape[-1])

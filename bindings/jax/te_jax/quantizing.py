@@ -56,7 +56,8 @@ class Quantized:
     @classmethod
     def tree_unflatten(cls, kind: Kind, parts: Any) -> Quantized:
         """See jax.tree_util."""
-        return cls(*parts, kind)
+        (block,) = parts
+        return cls(block, kind)
 
     def __repr__(self) -> str:
         return f"Quantized({self.kind.rule.format}, {self.shape})"

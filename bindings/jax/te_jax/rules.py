@@ -54,10 +54,12 @@ def _refuse_partition(ctx: Any, work: Work) -> None:
     """XLA would gather all operands onto each device, without a word."""
     where = ctx.module_context.axis_context
     devices = getattr(where, "num_devices", None) or 1  # outside of shard_map
-    manual = getattr(where, "manual_axes", None)
-    mesh = getattr(where, "mesh", None)
-    if devices > 1 or (manual is not None and mesh is not None and set(manual) != set(mesh.axis_names)):
-        over = f"{devices} devices under jax.jit alone" if devices > 1 else f"shard_map over {sorted(manual)} alone"
+    manual, mesh = getattr(where, "manual_axes", None), getattr(where, "mesh", None)
+    some = manual is not None and mesh is not None and set(manual) != set(mesh.axis_names)
+    if devices > 1 or some:
+        over = (
+            f"{devices} devices under jax.jit alone" if devices > 1 else f"shard_map over {sorted(manual or ())} alone"
+        )
         allowed = "jax.shard_map over all axes of the mesh, where each device calls with its part"
         raise UnsupportedError(work.name, over, allowed, "wrap the call in jax.shard_map")
 
@@ -190,7 +192,7 @@ class Sides:
         count = len(self.outputs)
         addresses = [t.ptr for t in tensors[count:]]
         _, saved = self.forward.on(rt.device).structure(addresses)
-        grads = [*tensors[:count]]
+        grads: list[Tensor | None] = [*tensors[:count]]
         layer = self.whole.layer
         grads += [None] * (len(layer.outputs) + (layer.name == "attention") - count)
         return (*grads, saved), self._scales(tensors[count:])

@@ -9,12 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
+from te_core import dtypes
 from te_core.calls import precision_of
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops import raw as ops
+from te_core.ops.quantize import ScalingState
 from te_core.precision import Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import Recipe
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
 from te_jax.mesh import varying
+from te_jax.record import Array, Work
+from te_jax.rules import bind
 
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
@@ -68,6 +75,16 @@ class Rule:
         self.layer, self.gemms, self.axes, self.serial = layer, gemms, axes, precision.serial
         self.algo, self.length = history.amax_algo, history.length
         self.limits = [rule.dtype.max * 2.0**-history.margin for rule in (precision.input, precision.grad)]
+        self._updates: list[Work] | None = None
+
+    def updates(self) -> list[Work]:
+        """What makes the next scales of both ways."""
+        if self._updates is None:
+            self._updates = [
+                _update(self.gemms * slots, self.length, self.algo, limit)
+                for slots, limit in zip((FORWARD_SLOTS, BACKWARD_SLOTS), self.limits, strict=True)
+            ]
+        return self._updates
 
     def _key(self) -> Any:
         return self.layer, self.gemms, self.axes, self.serial
@@ -102,6 +119,18 @@ def scaling(recipe: Recipe | None, function: Any, *, axis_names: Any = ()) -> Sc
     return Scaling(tuple(arrays), Rule(layer.name, gemms, precision, axes))
 
 
+def _update(slots: int, rows: int, algo: Any, limit: float) -> Work:
+    """The update of a scale and a history, which it writes into, by te_core."""
+
+    def update(rt: Runtime, scale: Tensor, history: Tensor, used: Tensor) -> tuple[()]:
+        ops.update_scales(rt, [ScalingState(scale, history, used, limit)], algo)
+        return ()
+
+    vector = Array((slots,), dtypes.float32)
+    operands = [vector, Array((rows, slots), dtypes.float32), vector]
+    return Work("update", update, operands, lambda rt, tensors: (tuple(tensors), {}), f"{algo} {limit}", (0, 1, 2))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _entered(rule: Rule, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     scales = [jnp.where(scale > 0, scale, 1.0) for scale in arrays[::2]]  # a state that no step has made yet
@@ -114,25 +143,14 @@ def _enter(rule: Rule, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
 
 
 def _leave(rule: Rule, arrays: tuple[Any, ...], seen: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
-    """The next state. (The core's update keeps addresses from step to step, which XLA's memory does not have.)"""
+    """The next state."""
     found: list[Any] = []
-    for limit, scale, history, maxima in zip(rule.limits, arrays[::2], arrays[1::2], seen[1::2], strict=True):
+    for update, scale, history, maxima in zip(rule.updates(), arrays[::2], arrays[1::2], seen[1::2], strict=True):
         last = maxima[0] if not rule.axes else jax.lax.pmax(maxima[0], rule.axes)
-        found += _next(rule.algo, limit, jnp.where(scale > 0, scale, 1.0), history, last)
+        now = jnp.where(scale > 0, scale, 1.0)
+        (after, rolled, _), _ = bind(update, [now, history.at[0].set(last), jnp.zeros_like(scale)])
+        found += [after, rolled]
     return (tuple(found),)
-
-
-def _next(algo: Any, limit: float, scale: Any, history: Any, last: Any) -> tuple[Any, Any]:
-    """(scale, history) after a step that saw these maxima; what saw none stays."""
-    earlier = jnp.max(jnp.where(jnp.isnan(history[1:]), 0.0, history[1:]), 0, initial=0.0)
-    amax = last if algo == "most_recent" else jnp.fmax(last, earlier)
-    rolled = jnp.concatenate([jnp.zeros_like(last)[None], history[2:], last[None]])[: len(history)]
-    if len(history) == 1:
-        rolled = jnp.zeros_like(history)
-    good = jnp.isfinite(amax) & (amax > 0)
-    made = jnp.minimum(jnp.float32(limit) / jnp.where(good, amax, 1.0), jnp.finfo(jnp.float32).max)
-    moved = last != 0
-    return jnp.where(moved & good, made, scale), jnp.where(moved[None], rolled, history)
 
 
 _entered.defvjp(_enter, _leave)

@@ -265,7 +265,10 @@ class UpdatePlan:
 def run_update(rt: Runtime, plan: UpdatePlan) -> None:
     """One launch for up to 800 states (100 before CUDA 12.1)."""
     for kernel, count, table in plan.launches:
-        kernel.by_value(rt, count, UPDATE_THREADS, table)
+        places = None
+        if rt.recorder is not None:
+            places = [i * _STATE.size + at for i in range(count) for at in (0, 8, 16)]
+        kernel.by_value(rt, count, UPDATE_THREADS, table, 0, places)
 
 
 def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePlan:
