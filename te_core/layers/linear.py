@@ -473,6 +473,8 @@ def weight_operand(rt: Runtime, weight: Value, product: Product, ready: Quantize
     if isinstance(value, QuantizedTensor):  # backward makes the columnwise copy, if there is none, and drops it
         reads = ready is not None and spec.needs.input and precision.backward is None
         columns = one_copy(rt, value, columns=True) if reads and value.columnwise is None else value
+        if precision.backward is not None and value.columnwise is not None and value.owner is None:
+            value = one_copy(rt, value, columns=False)  # which backward finds at the beginning of its block
         return Uses(value, columns, None)
     columnwise = spec.needs.input and precision.backward is None
     if spec.plain:

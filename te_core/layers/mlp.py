@@ -172,6 +172,8 @@ def _inside(
     activated, q = ops.activation_forward(rt, h, spec.activation, clamp=spec.clamp, cast=cast, keep=plain)
     made = fc2.computed_input(rt, activated, q, cast)
     a, w2q = fc2.keep(rt, made, vs) if keep else (None, None)
+    if w2q is not None and w2q.dtype is dtypes.uint8 and vs[1].cast is None:
+        w2q = w2q.reshape(*w2q.shape)  # a caller's weight: backward lets go of this view of it
     norm: NormKept = (x, gamma, mean, rstd) if spec.fc1.needs.input else (None, None, None, None)
     return normed, made, vs, MLPSaved(*norm, n, h if spec.fc2.needs.input else None, a, w1, w2, w1q, w2q)
 
