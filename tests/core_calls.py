@@ -314,6 +314,8 @@ def more_layers(rt: Runtime, recipe: Recipe | None) -> dict[str, Right]:
     sunk = found["odd linear backward"]
     sinks: dict[str, Any] = {"sinks": (Sink(tensor(rt, N, K), True),)}
     found["sunk linear backward"] = Right(sunk.function, sunk.args, {**sunk.options, **sinks})
+    if recipe is None or not (recipe.mxfp8() or recipe.nvfp4()):
+        both("turned linear", linear, replace(one, turned=True), (x, tensor(rt, K, N), bias, *draws), (dy,), state)
     if recipe is None or not recipe.delayed():
         both("again linear", linear, replace(one, original_input=True), (x, w, bias, *draws), (dy,), state)
     groups = grouped_linear.Groups([4, 0, 6], tensor(rt, M, N), tensor(rt, M, K))

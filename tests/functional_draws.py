@@ -89,6 +89,9 @@ class Draw:
         arrays = {name: self.guarded(array) for name, array in case.arrays.items()}
         options = dict(case.options)
         recipe, scaling = case.recipe, case.scaling()
+        if "turned" in case.function.layer.options and r.random() < 0.3:
+            options["turned"] = True
+            arrays |= {n: self.guarded(case.arrays[n].T.copy()) for n in case.function.layer.products}
         if r.random() < 0.6:
             name = r.choice([*arrays])
             arrays[name] = self.wrong(arrays[name])

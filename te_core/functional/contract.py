@@ -60,8 +60,9 @@ class Contract:
         kind = self.options["activation"]
         wanted = 2 * inner if is_gated(kind) else inner
         if outer != wanted:
-            got = f"fc1_weight of {outer} rows and fc2_weight of {inner} columns with activation={kind!r}"
-            allowed = f"{wanted} rows of fc1_weight" + ", twice fc2_weight's columns" * is_gated(kind)
+            rows, columns = ("columns", "rows") if self.options["turned"] else ("rows", "columns")
+            got = f"fc1_weight of {outer} {rows} and fc2_weight of {inner} {columns} with activation={kind!r}"
+            allowed = f"{wanted} {rows} of fc1_weight" + f", twice fc2_weight's {columns}" * is_gated(kind)
             raise ArgumentError(self.operation, got, allowed, "correct the weights, or the activation")
 
     def _dtypes(self, argument: Argument) -> tuple[DType, ...]:
@@ -73,7 +74,7 @@ class Contract:
         return tuple(map(dtypes.dtype, kind.split("|")))
 
     def _check_shape(self, argument: Argument, name: str, t: Given) -> None:
-        letters, shape = argument.shape.split(), tuple(t.shape)
+        letters, shape = argument.letters(self.options), tuple(t.shape)
         lead = letters[0] if letters[0] in _LEADS else ""
         tail = letters[1:] if lead else letters
         count = len(shape) - len(tail)

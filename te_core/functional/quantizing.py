@@ -21,7 +21,7 @@ from te_core.runtime import Runtime
 def quantize(
     x: Any, recipe: Recipe, *, scaling: Scaling | None = None, name: str = "weight", rt: Runtime | None = None
 ) -> QuantizedTensor:
-    """A weight [N, K] as the recipe has it, in both copies: for a weight's place, or for `quantized=`.
+    """A weight as the recipe has it, in both copies: for a weight's place, or for `quantized=`.
 
     With a history `scaling` has the scale: the one of the weight called `name` in its layer.
     """

@@ -19,6 +19,7 @@ class Argument(NamedTuple):
 
     `shape`: sizes by letters, which mean the same in all arguments of a layer; "..." and "LEAD" stand for any sizes in
     front, the same ones each time, "*" for any others, "1|B" for 1 or B, "F'" for F or, of a gated activation, 2 F.
+    Those of a weight stand as it lies by default, [out, in]; with the option `turned` the other way round.
     `dtypes`: "x" that of the first argument, "any" one of `ACTIVATION_DTYPES`, "weight" any of these with a recipe and
     else x's, or names of types with bars between.
     """
@@ -31,6 +32,11 @@ class Argument(NamedTuple):
     gradient: bool = True  # backward gives one
     strided: bool = False  # taken with any strides whose last one is 1
     several: bool = False  # a sequence of tensors, one for each product
+
+    def letters(self, options: Mapping[str, Any]) -> list[str]:
+        """The sizes in their order under these options."""
+        found = self.shape.split()
+        return found[::-1] if self.dtypes == "weight" and options.get("turned") else found
 
 
 class Option(NamedTuple):
@@ -90,7 +96,7 @@ class Asked(NamedTuple):
     def linear(self, weight: str, bias: str, *before: str) -> LinearSpec:
         """The spec of a linear behind what these arguments enter."""
         needs = Needs(self.any(*before), weight in self.needs, bias in self.needs)
-        return LinearSpec(self.dtype, self.precision, needs)
+        return LinearSpec(self.dtype, self.precision, needs, turned=self.options.get("turned", False))
 
     def norm(self, kind: str | None = None) -> NormSpec:
         """The spec of a norm."""

@@ -16,7 +16,7 @@ from typing import Any
 from te_core import dtypes
 from te_core.arguments import explained
 from te_core.dtypes import ACTIVATION_DTYPES, DType
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.inspector import Inspector
 from te_core.layers.linear import (
     LinearSpec,
@@ -55,6 +55,9 @@ class GroupedSpec:
     plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if any(p.turned for p in self.parts):
+            do = "pass the weights as [out, in], or call a linear for each"
+            raise UnsupportedError("grouped_linear", "weights [in, out] (turned=True)", "weights [out, in]", do)
         first = self.parts[0].precision
         alike = all(p.precision is first and p.inspect is None for p in self.parts)
         object.__setattr__(self, "shared", first if alike else None)

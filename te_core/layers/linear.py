@@ -3,7 +3,8 @@
 Top: `forward` and `backward`, the Linear layer. Below: `Product`, the three GEMMs of one weight, which the norm+linear,
 MLP and grouped layers have too, and the operands of these GEMMs.
 
-Shapes: x [.., K], w [N, K], b [N], y [.., N]; M is the product of the leading dimensions.
+Shapes: x [.., K], w [N, K], b [N], y [.., N]; M is the product of the leading dimensions. A `turned` weight lies
+[K, N], and so does its gradient.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from te_core.quantize.operands import (
     Uses,
     Value,
     as_asked,
+    check_turned,
     dense,
     drop_rows,
     flattened,
@@ -39,8 +41,10 @@ from te_core.quantize.operands import (
     one_copy,
     quantize_forward,
     quantize_gradient,
+    quantize_turned,
     restored,
     saved,
+    transpose_of,
 )
 from te_core.quantize.state import GRAD_INPUT, INPUT, OUTPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import Cast, QuantizedTensor
@@ -69,6 +73,7 @@ class LinearSpec:
     quantize_grad: bool = False  # the gradient of x is delivered quantized
     original_input: bool = False  # a plain x is kept as it came (where `operands.repeats` its rule)
     parallel: Split | None = None  # how the weight is spread over ranks; None: it is whole, and nothing communicates
+    turned: bool = False  # the weight lies [K, N]
     #: Whether backward quantizes a plain x again. (Inspectors see each point once, so then it is not.)
     again: bool = field(init=False, repr=False, compare=False, default=False)
     #: Operands that an inspector replaces in any case: they are not quantized.
@@ -76,6 +81,8 @@ class LinearSpec:
 
     def __post_init__(self) -> None:
         settle(self, "dtype", "precision", "weight_dtype")
+        if self.turned:
+            check_turned(self.precision, self.parallel, self.inspect)
         if self.inspect is not None:
             marked = frozenset(point for point, mark in PLAIN.items() if mark in self.inspect)
             object.__setattr__(self, "plain", marked)
@@ -131,8 +138,8 @@ def forward(
         parallel = spread(spec, comm, scales, 0)
         meet(rt, comm, "Linear", spec, input=x, weight=weight, bias=bias)
         leading = parallel.leading("fprop", leading)
-    out = rt.empty((*leading, weight.shape[0]), spec.dtype)
     product = Product(spec, scales, 0, inspectors[0], None, parallel)
+    out = rt.empty((*leading, product.sides(weight)[0]), spec.dtype)
     xs = x2, input_operand(rt, x2, product)
     if parallel is not None:
         parallel.send(rt, xs[1])
@@ -172,7 +179,7 @@ def backward(
     dx: Value | None = None
     dw = None
     if spec.needs.input:
-        out = rt.empty((*leading, weight.shape[1]), spec.dtype)
+        out = rt.empty((*leading, product.sides(weight)[1]), spec.dtype)
         dx = product.dgrad(rt, (dy2, g), weight, saved.w, out)
         if spec.quantize_grad:
             dx = product.delivered_gradient(rt, dx)
@@ -213,6 +220,10 @@ class Product(NamedTuple):
     inspector: Inspector | None = None
     sink: Sink | None = None
     parallel: Spread | None = None  # None: the weight is whole, and so are its operands
+
+    def sides(self, weight: Value) -> tuple[int, ...]:
+        """(N, K) of the weight."""
+        return weight.shape[::-1] if self.spec.turned else weight.shape
 
     def keep(self, rt: Runtime, x: Made, w: Made) -> tuple[Tensor | None, Tensor | None]:
         """(x, w) as backward reads them; None for what it does not read, and for a weight that is quantized itself."""
@@ -335,6 +346,11 @@ class Product(NamedTuple):
                 later, vector = vector, None  # to the sum of all ranks it is added once
         (a_columns, b_columns), c = _GEMMS[gemm], out if len(out.shape) == 2 else out.matrix()
         bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
+        turned = None
+        if spec.turned and gemm == "wgrad":
+            a, b, turned = b, a, "out"
+        elif spec.turned and isinstance(b, Tensor):  # it lies as it came; a quantized one was turned
+            b_columns, turned = not b_columns, "b"
         if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
             precision = spec.precision
             assert precision is not None and a_sum is None
@@ -351,6 +367,7 @@ class Product(NamedTuple):
                 split_accumulator=rule.split_accumulator,
                 emulate=precision.emulate,
                 strict=precision.strict,
+                turned=turned,
             )
         else:
             if spec.inspect is not None and gemm == "wgrad":
@@ -365,6 +382,7 @@ class Product(NamedTuple):
                 a_sum=a_sum,
                 out=c,
                 accumulate=accumulate,
+                turned=turned,
             )
         if parallel is None:
             return out
@@ -384,7 +402,7 @@ class Product(NamedTuple):
         """x as wgrad reads it, of what `keep` kept."""
         if self.parallel is not None:
             return self.parallel.restored(rt, kept_x, rows, weight.shape[1], self.forward_cast)
-        x = restored(rt, kept_x, (rows, weight.shape[1]), self.spec.precision, "input", self.spec.dtype)
+        x = restored(rt, kept_x, (rows, self.sides(weight)[1]), self.spec.precision, "input", self.spec.dtype)
         if not self.spec.again or isinstance(x, QuantizedTensor):
             return x
         rule = self.spec.precision.input  # type: ignore[union-attr]
@@ -392,7 +410,7 @@ class Product(NamedTuple):
 
     def bias_gradient(self, rt: Runtime, weight: Value) -> Tensor | None:
         """Memory for the bias's gradient, if it is wanted."""
-        return rt.empty((weight.shape[0],), gradient_dtype(self.spec, weight)) if self.spec.needs.bias else None
+        return rt.empty((self.sides(weight)[0],), gradient_dtype(self.spec, weight)) if self.spec.needs.bias else None
 
     def delivered(self, rt: Runtime, out: Tensor) -> Value:
         """The output as the spec wants it."""
@@ -465,28 +483,34 @@ def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
 
 
 def weight_operand(rt: Runtime, weight: Value, product: Product, ready: QuantizedTensor | None) -> Uses:
-    """A weight as fprop and dgrad read it: quantized before (`ready`), itself quantized, or quantized now."""
+    """A weight as fprop and dgrad read it: quantized before (`ready`), itself quantized, or quantized now.
+
+    What is quantized comes as [N, K]; a plain weight as it lies.
+    """
     spec, precision = product.spec, product.spec.precision
     if precision is None:
         return Uses(dense(rt, weight, spec.dtype), weight, None)
     value = as_asked(rt, weight, precision.weight, spec.dtype) if ready is None else ready
     if isinstance(value, QuantizedTensor):  # backward makes the columnwise copy, if there is none, and drops it
-        reads = ready is not None and spec.needs.input and precision.backward is None
-        columns = one_copy(rt, value, columns=True) if reads and value.columnwise is None else value
+        value = transpose_of(value) if spec.turned else value
+        reads = (ready is not None or spec.turned) and spec.needs.input and precision.backward is None
+        lacks = value.columnwise is None or spec.turned  # then its block begins with the rowwise copy
+        columns = one_copy(rt, value, columns=True) if reads and lacks else value
         if precision.backward is not None and value.columnwise is not None and value.owner is None:
             value = one_copy(rt, value, columns=False)  # which backward finds at the beginning of its block
         return Uses(value, columns, None)
     columnwise = spec.needs.input and precision.backward is None
     if spec.plain:
         return watched.partly_quantized(rt, value, precision.weight, product[1:3], spec.plain, "weight", columnwise)
-    return quantize_forward(rt, value, precision.weight, product[1:3], WEIGHT, rowwise=True, columnwise=columnwise)
+    quantized = quantize_turned if spec.turned else quantize_forward
+    return quantized(rt, value, precision.weight, product[1:3], WEIGHT, rowwise=True, columnwise=columnwise)
 
 
 def backward_weight(rt: Runtime, kept_w: Tensor | None, weight: Value, spec: LinearSpec) -> Value:
-    """The weight as dgrad reads it."""
+    """The weight as dgrad reads it, as `weight_operand` has it."""
     precision = spec.precision
     if kept_w is not None:
-        return restored(rt, kept_w, weight.shape, precision, "weight", spec.dtype)  # type: ignore[arg-type]
+        return restored(rt, kept_w, weight.shape, precision, "weight", spec.dtype, spec.turned)  # type: ignore[arg-type]
     if isinstance(weight, Tensor):
         return weight
     if precision is None or precision.backward is not None:
@@ -550,7 +574,7 @@ def _gradient_operand(
     read = needs.input or needs.weight
     if not read or precision is None or precision.backward is not None or precision.grad is None:
         plain = dense(rt, dy, spec.dtype)
-        by_wgrad = needs.weight and precision is None and not _queued(product)
+        by_wgrad = needs.weight and precision is None and not (_queued(product) or spec.turned)
         if db is not None and not by_wgrad:
             ops.column_sum(rt, plain, db)
             db = None

@@ -119,7 +119,7 @@ def forward(
     total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)
     given = x, gamma, beta, w1, b1, w2
     normed, a, w2_made, saved = _inside(rt, given, spec, (fc1, fc2), ready, branch, keep=not spec.checkpoint)
-    out = fc2.fprop(rt, a, w2_made, rt.empty((*leading, w2.shape[0]), spec.fc2.dtype), b2)
+    out = fc2.fprop(rt, a, w2_made, rt.empty((*leading, fc2.sides(w2)[0]), spec.fc2.dtype), b2)
     if spec.gather_norm and comm is not None and normed is not None:
         whole = gathered_plain(rt, comm, normed.reshape(*total.shape))
         outputs: tuple[Value, ...] = (out, whole) if spec.stream is None else (out, whole, total)
@@ -167,7 +167,7 @@ def _inside(
     rows = ns[1].rows.shape[0]
     if parallel is not None:
         (rows,) = parallel.leading("fprop", (prod(x.shape[:-1]),))
-    h = fc1.fprop(rt, ns, us, rt.empty((rows, w1.shape[0]), spec.fc1.dtype), b1)
+    h = fc1.fprop(rt, ns, us, rt.empty((rows, fc1.sides(w1)[0]), spec.fc1.dtype), b1)
     cast, plain = fc2.input_cast()
     activated, q = ops.activation_forward(rt, h, spec.activation, clamp=spec.clamp, cast=cast, keep=plain)
     made = fc2.computed_input(rt, activated, q, cast)
@@ -243,7 +243,7 @@ def backward(
     if early:
         dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     if spec.fc2.needs.input:
-        da = [fc2.dgrad(rt, (dy2, g), w2, saved.w2q, rt.empty((m, w2.shape[1]), spec.fc2.dtype))]
+        da = [fc2.dgrad(rt, (dy2, g), w2, saved.w2q, rt.empty((m, fc2.sides(w2)[1]), spec.fc2.dtype))]
         db1 = fc1.bias_gradient(rt, w1)
         dh = _activation_gradient(rt, da, saved, spec, fc1, db1)
         if release:
@@ -257,7 +257,7 @@ def backward(
         fc1.begin(rt, dh[1], n, m, w1)
     if spec.fc1.needs.input:
         assert dh is not None
-        dn = fc1.dgrad(rt, dh, w1, saved.w1q, rt.empty((m, w1.shape[1]), spec.fc1.dtype))
+        dn = fc1.dgrad(rt, dh, w1, saved.w1q, rt.empty((m, fc1.sides(w1)[1]), spec.fc1.dtype))
     if comm is not None:  # before anybody waits for dgrad's sum
         if spec.fc1.needs.weight:
             dw1 = fc1.wgrad(rt, dh, fc1.restored(rt, n, m, w1), w1, None)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def forward(
         parallel.send(rt, ns[1])
     ws = weight, weight_operand(rt, weight, product, ready[0])
     n, w = product.keep(rt, ns, ws)
-    out = rt.empty((*leading, weight.shape[0]), linear.dtype)
+    out = rt.empty((*leading, product.sides(weight)[0]), linear.dtype)
     y = product.delivered(rt, product.fprop(rt, ns, ws, out, bias))
     used = any(linear.needs)
     norm: NormKept = (total, gamma, mean, rstd) if linear.needs.input else (None, None, None, None)
@@ -178,7 +178,8 @@ def backward(
             n = _norm_again(rt, saved, spec, comm)
         product.begin(rt, g, n, rows, weight)
     if linear.needs.input:
-        dn = product.dgrad(rt, (dy2, g), weight, saved.w, rt.empty((rows, weight.shape[1]), linear.dtype))
+        out = rt.empty((rows, product.sides(weight)[1]), linear.dtype)
+        dn = product.dgrad(rt, (dy2, g), weight, saved.w, out)
     if parallel is not None:  # before anybody waits for dgrad's sum
         if linear.needs.weight:
             dw = product.wgrad(rt, (dy2, g), product.restored(rt, n, rows, weight), weight, db_left)

@@ -135,11 +135,13 @@ _FLAG, _COUNT = Option(False, bool), Option(0, int, least=0, most=2**31 - 1)
 _PART = Option(0.0, float, least=0.0, most=1.0)
 _NUMBER = Option(None, float, none=True)
 _NORM = {"eps": Option(1e-5, float, least=0.0), "zero_centered_gamma": _FLAG}
+_TURNED = {"turned": _FLAG}
 _BEFORE = {
     "normalization": Option("LayerNorm", str, ("LayerNorm", "RMSNorm")),
     **_NORM,
     "return_layernorm_output": _FLAG,
     "hidden_dropout": _PART,
+    **_TURNED,
     "stream": Option(False, bool, implied=True),
 }
 _CLAMP = {"limit": Option(None, float, least=0.0, none=True), "alpha": _NUMBER, "glu_linear_offset": _NUMBER}
@@ -277,7 +279,7 @@ _UNPERMUTE_OPTIONS = {"num_tokens": Option(None, int, least=0, most=2**31 - 1, n
 _MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG}
 _EACH = {"num_gemms": _IMPLIED}
 _ENTRIES = (
-    _layer("linear", linear, "y = x w^T + b", _LINEAR, {}, _product, **_PRODUCT),
+    _layer("linear", linear, "y = x w^T + b", _LINEAR, _TURNED, _product, **_PRODUCT),
     _layer("layernorm", norm, "LayerNorm of rows", (_X, *_GAMMA_BETA), _NORM, lambda asked: asked.norm("LayerNorm")),
     _layer("rmsnorm", norm, "RMSNorm of rows", _RMSNORM, _NORM, lambda asked: asked.norm("RMSNorm")),
     _layer(

@@ -74,6 +74,7 @@ class GemmOperands(NamedTuple):
     out_sum: Tensor | None = None
     a_amax: Tensor | None = None
     b_amax: Tensor | None = None
+    turned: str | None = None  # as `gemm` has it
 
 
 class GemmPlan(Protocol):
@@ -114,6 +115,7 @@ def gemm(
     b_format: Format | None = None,
     a_amax: Tensor | None = None,
     b_amax: Tensor | None = None,
+    turned: str | None = None,
 ) -> Tensor:
     """out = epilogue(op(a) @ op(b) + bias), accumulated in fp32; added to what `out` held if `accumulate`.
 
@@ -126,6 +128,8 @@ def gemm(
     tf32      fp32 operands only: multiply in TF32.
     a_format, b_format  the formats of operands with a scale for each block; a_amax, b_amax  those of nvfp4. Scales of
               these that are `Scales` come in the order that the plan wants.
+    turned    "b": b lies transposed to the b of another call; "out": out is the transpose of another call's, whose a
+              and b are exchanged. A CPU adds in the order of that call, so that both get the same bits. A GPU does not.
 
     out is of the operands' dtype or float32; of float32, FP8 and FP4 operands it may be any activation dtype.
     """
@@ -143,6 +147,7 @@ def gemm(
         (bool(accumulate), bool(split_accumulator), bool(tf32)),
         address & -address & 255 or 256,
         (a_format, b_format),
+        turned,
     )
     plan = rt.plans.find(rt, _plan, asked, autotuning())
     _check.written("gemm", "a result", out, aux if epilogue == "gelu" else None, a_sum, out_sum)
@@ -150,7 +155,8 @@ def gemm(
         out = rt.empty((plan.spec.m, plan.spec.n), dt)
     if a_scale is not None:
         a_scale, b_scale = _in_order(rt, plan, a_scale, b_scale)
-    operands: Any = a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax  # scales are tensors by now
+    # Scales are tensors by now.
+    operands: Any = a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax, turned
     plan.run(rt, GemmOperands(*operands))
     return out
 
@@ -169,6 +175,7 @@ class _Asked(NamedTuple):
     flags: tuple[bool, bool, bool]  # accumulate, split_accumulator, tf32
     alignment: int
     formats: tuple[Format | None, Format | None]
+    turned: str | None
 
 
 def _plan(rt: Runtime, asked: _Asked) -> GemmPlan:
@@ -178,6 +185,7 @@ def _plan(rt: Runtime, asked: _Asked) -> GemmPlan:
     types, (m, n, k) = _check_operands(asked.operands, asked.scales, asked.formats, *asked.transposed)
     outs = ACTIVATION_DTYPES if types[0].bits <= 8 or a.dtype is dtypes.float32 else (a.dtype, dtypes.float32)
     _check.one_of(op, "output dtype", dt, outs)
+    _check.one_of(op, "turned", asked.turned, (None, "b", "out"))
     got, do = "accumulate=True without out", "pass out="
     _check.require(not asked.flags[0] or asked.out is not None, op, got, "an out", do)
     got, do = f"a_sum with {asked.formats[0]}", "sum a before it is cast"

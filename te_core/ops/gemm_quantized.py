@@ -72,8 +72,9 @@ def gemm_quantized(
     split_accumulator: bool = True,
     emulate: bool = False,
     strict: bool = False,
+    turned: str | None = None,
 ) -> None:
-    """out [r, c] = A B^T + bias, added to what out held if `accumulate`.
+    """out [r, c] = A B^T + bias, added to what out held if `accumulate`; `turned` as `gemm` has it.
 
     A is the rowwise copy of a [r, P] (contracted along P) or the columnwise copy of a [P, r]; likewise B.
     """
@@ -92,7 +93,7 @@ def gemm_quantized(
         _refuse(place, a.format, b.format, reason)
     _check_shapes(place, a, b, out, (a_columnwise, b_columnwise), bias)
     if how == "native":
-        _native(rt, a, b, out, (a_columnwise, b_columnwise), bias, accumulate, split_accumulator)
+        _native(rt, a, b, out, (a_columnwise, b_columnwise), bias, (accumulate, split_accumulator, turned))
         return
     dtype = out.dtype if how == "dequantized" else dtypes.float32
     left, right = dequantize(rt, a, dtype, columnwise=a_columnwise), dequantize(rt, b, dtype, columnwise=b_columnwise)
@@ -102,7 +103,17 @@ def gemm_quantized(
         left = left.rows(0, length)
     if b_columnwise:
         right = right.rows(0, length)
-    gemm(rt, left, right, trans_a=a_columnwise, trans_b=not b_columnwise, bias=bias, out=out, accumulate=accumulate)
+    gemm(
+        rt,
+        left,
+        right,
+        trans_a=a_columnwise,
+        trans_b=not b_columnwise,
+        bias=bias,
+        out=out,
+        accumulate=accumulate,
+        turned=turned,
+    )
 
 
 def _check_shapes(
@@ -135,10 +146,9 @@ def _native(
     out: Tensor,
     columns: tuple[bool, bool],
     bias: Tensor | None,
-    accumulate: bool,
-    split_accumulator: bool,
+    how: tuple[bool, bool, str | None],
 ) -> None:
-    a_columnwise, b_columnwise = columns
+    (a_columnwise, b_columnwise), (accumulate, split_accumulator, turned) = columns, how
     left, left_scale, left_amax = _copy(a, a_columnwise)
     right, right_scale, right_amax = _copy(b, b_columnwise)
     rows, cols = out.shape
@@ -159,6 +169,7 @@ def _native(
                 out=out,
                 accumulate=accumulate,
                 split_accumulator=split_accumulator,
+                turned=turned,
             )
             return
         high = rows
@@ -187,6 +198,7 @@ def _native(
         b_format=b.format if blocks else None,
         a_amax=left_amax,
         b_amax=right_amax,
+        turned=turned,
     )
     if exact:
         return

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import UnsupportedError
+from te_core.ops import _check
 from te_core.ops import raw as ops
 from te_core.ops.quantize import allocate
 from te_core.precision import Operand, Precision
@@ -77,6 +78,51 @@ def quantize_forward(
         return forward_cast(part, scales, gemm, slot, rowwise=along_rows, columnwise=along_columns)
 
     return _both(rt, x, rule, rowwise, columnwise, cast_of)
+
+
+def check_turned(precision: Precision | None, parallel: object, inspect: object) -> None:
+    """Refuse a weight that lies [K, N] where one layout of it does not serve as the other."""
+    rule = None if precision is None else precision.weight
+    plain = ("delayed", "current", "block", "calibrate")
+    got = ""
+    if rule is not None and (rule.scaling not in plain or rule.columnwise is not None):
+        got = f"weights quantized as {rule.scaling}"
+    elif parallel is not None:
+        got = "a weight that is spread over ranks"
+    elif inspect is not None:
+        got = "an inspector"
+    if got:
+        allowed = "no recipe, or delayed, current or block scaling; a whole weight; no inspector"
+        do = "choose another recipe or layer, or pass the weight as [out, in] with turned=False"
+        raise UnsupportedError("linear with turned=True", got, allowed, do)
+
+
+def transpose_of(q: QuantizedTensor) -> QuantizedTensor:
+    """Its transpose in the same memory: in formats that `check_turned` lets pass the two copies trade places.
+
+    A block of both copies then begins with the rowwise one.
+    """
+    made = QuantizedTensor(q.format, q.shape[::-1], None, None, q.block)
+    for piece in ("", "_scale", "_amax"):
+        setattr(made, "rowwise" + piece, getattr(q, "columnwise" + piece))
+        setattr(made, "columnwise" + piece, getattr(q, "rowwise" + piece))
+    return made
+
+
+def quantize_turned(
+    rt: Runtime, w: Value, rule: Operand | None, where: Where, slot: int, *, rowwise: bool, columnwise: bool
+) -> Uses:
+    """A weight that lies [K, N], by a rule for both copies: quantized it is [N, K], as which its copies lie in memory.
+
+    So `rowwise` is the copy along w's columns, and the block begins with that which backward reads.
+    """
+    if rule is None or rule.scaling == "calibrate" or isinstance(w, QuantizedTensor):
+        return quantize_forward(rt, w, rule, where, slot, rowwise=rowwise, columnwise=columnwise)
+    _check.matrix("quantize", "x", w)
+    cast = forward_cast(rule, *where, slot, rowwise=columnwise, columnwise=rowwise)
+    made = allocate(rt, w.shape[::-1], forward_cast(rule, *where, slot, rowwise=rowwise, columnwise=columnwise))  # type: ignore[arg-type]
+    ops.quantize(rt, w, cast, out=transpose_of(made))
+    return Uses(made, made, cast)
 
 
 def _raise(rt: Runtime, amax: Tensor, x: Tensor) -> None:
@@ -260,16 +306,27 @@ def saved(operand: Value | None, wanted: bool) -> Tensor | None:
 
 
 def restored(
-    rt: Runtime, kept: Tensor | None, shape: tuple[int, int], precision: Precision | None, role: str, dtype: DType
+    rt: Runtime,
+    kept: Tensor | None,
+    shape: tuple[int, int],
+    precision: Precision | None,
+    role: str,
+    dtype: DType,
+    turned: bool = False,
 ) -> Value:
-    """The operand of this role ("input", "weight") that `saved` kept, as backward's GEMM reads it along its columns."""
+    """The operand of this role ("input", "weight") that `saved` kept, as backward's GEMM reads it along its columns.
+
+    A `turned` one of this shape was quantized as its transpose.
+    """
     assert kept is not None
     if kept.dtype is not dtypes.uint8:
         return kept.matrix()
     rule: Operand | None = getattr(precision, role)
     assert precision is not None and rule is not None
+    shape = shape[::-1] if turned else shape
     if precision.backward is not None:  # then it is the copy that forward read which is kept, if it is quantized at all
-        return ops.dequantize(rt, QuantizedTensor.rowwise_in(kept, shape, rule.format), dtype)
+        q = QuantizedTensor.rowwise_in(kept, shape, rule.format)
+        return ops.dequantize(rt, transpose_of(q) if turned else q, dtype)
     return QuantizedTensor.columnwise_in(kept, shape, (rule.columnwise or rule).format)
 
 
@@ -279,6 +336,7 @@ __all__ = [
     "Value",
     "Where",
     "as_asked",
+    "check_turned",
     "dense",
     "drop_rows",
     "flattened",
@@ -288,8 +346,10 @@ __all__ = [
     "quantize_forward",
     "quantize_gradient",
     "quantize_together",
+    "quantize_turned",
     "repeats",
     "restored",
     "saved",
+    "transpose_of",
     "with_columnwise",
 ]

@@ -154,11 +154,13 @@ class Linear:
     nonfinite: bool = False
     shift: int = 0
     only: int = -1
+    turned: bool = False
 
     def spec(self) -> Any:
         """The layer's."""
         precision = precision_of(self.recipe)
         one = LinearSpec(self.dtype, precision, self.needs, None, self.weight_dtype, self.out, self.grad, self.original)
+        one = replace(one, turned=self.turned)
         if not self.normed:
             return one
         normed = NormSpec(self.dtype, self.normed, 1e-5)
@@ -175,11 +177,12 @@ class Linear:
         lead = x.shape[:-1]
         if self.x != "plain" and p is not None:
             x = make.quantized((self.rows, self.k), getattr(p, self.x_rule), self.x)
-        w = make.weight((self.n, self.k), p, self.weight, self.weight_dtype)
+        shape = (self.k, self.n) if self.turned else (self.n, self.k)
+        w = make.weight(shape, p, self.weight, self.weight_dtype)
         b = make(self.n, dtype=self.dtype) if self.bias else None
         given = [*self._before(make, x), w, b, make.rng(), *self._behind(make, lead)]
         options = state(make, self.recipe, 1, self.recorded, self.nonfinite)
-        ready = make.quantized((self.n, self.k), p.weight, self.ready) if self.ready and p is not None else None
+        ready = make.quantized(shape, p.weight, self.ready) if self.ready and p is not None else None
         module: Any = norm_linear if self.normed else linear
 
         def backward(outputs: Any, saved: Any) -> Call:
@@ -188,7 +191,7 @@ class Linear:
                 dy = make.quantized((self.rows, self.n), p.grad, self.dy)
             more = [make(*t.shape, dtype=t.dtype) for t in outputs[1:]]
             grads = [dy, *more, *[None] * (2 - len(more))] if self.normed else [dy]
-            sinks = (sink(make, self.sink, (self.n, self.k)),)
+            sinks = (sink(make, self.sink, shape),)
             return call(module, "backward", spec, *grads, saved, sinks=sinks, **options)
 
         begins = call(module, "forward", spec, *given, ready=(ready,), **options)
@@ -228,13 +231,14 @@ class MLP:
     recorded: bool = True
     shift: int = 0
     only: int = -1
+    turned: bool = False
 
     def __call__(self, rt: Runtime) -> Round:
         """One round."""
         make = Maker(rt, self.shift, self.only)
         p, needs = precision_of(self.recipe), self.needs
-        fc1 = LinearSpec(BF16, p, needs, weight_dtype=BF16)
-        fc2 = LinearSpec(BF16, p, needs._replace(input=any(needs)), weight_dtype=BF16)
+        fc1 = LinearSpec(BF16, p, needs, weight_dtype=BF16, turned=self.turned)
+        fc2 = replace(fc1, needs=needs._replace(input=any(needs)))
         normed = NormSpec(BF16, self.kind, 1e-5)
         spec = mlp.MLPSpec(
             fc1,
@@ -247,11 +251,14 @@ class MLP:
             again=self.again,
         )
         wide = self.inner * (2 if ops.is_gated(self.activation) else 1)
+        sizes = wide, self.hidden
         shapes = (wide, self.hidden), (self.hidden, self.inner)
+        if self.turned:
+            shapes = (self.hidden, wide), (self.inner, self.hidden)
         x = make(2, self.rows // 2, self.hidden)
         beta = make(self.hidden) if "Layer" in self.kind else None
         w1, w2 = (make.weight(shape, p, self.weight) for shape in shapes)
-        b1, b2 = (make(shape[0]) if self.bias else None for shape in shapes)
+        b1, b2 = (make(size) if self.bias else None for size in sizes)
         branch = []
         if self.stream is not None and self.stream.add is not None:
             branch = [make(*x.shape), make(self.hidden), make.rng()]

@@ -149,6 +149,20 @@ def test_layers_with_products(make: Make, group: str, recipe: str | None) -> Non
         proved(machine, case)
 
 
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "current dequantized backward"])
+def test_turned_weights(make: Make, recipe: str | None) -> None:
+    """Weights that lie [in, out]."""
+    machine, linear, mlp = make(), Linear(recipe, turned=True), MLP(recipe, turned=True)
+    for changes in ({}, {"rows": 13}, {"k": 80, "n": 48, "sink": "fp32+"}, {"normed": "RMSNorm", "again": True}):
+        proved(machine, replace(linear, **changes))
+    proved(machine, replace(linear, rows=512, k=512, n=512))
+    for changes in ({}, {"activation": "swiglu", "sink": "bf16"}, {"checkpoint": True}):
+        proved(machine, replace(mlp, **changes))
+    if recipe is not None:
+        proved(machine, replace(linear, ready="both"))
+        proved(machine, replace(mlp, ready="both", checkpoint=True))
+
+
 #: Of some that are variants of one recipe, one.
 OTHERS = {"current plain backward", "current dequantized backward", "block hybrid", "nvfp4 4over6"}
 

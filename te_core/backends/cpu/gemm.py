@@ -19,6 +19,7 @@ import numpy as np
 
 from te_core.backends.cpu import activation, codec
 from te_core.backends.cpu.executor import F32, Executor, row_blocks, scratch
+from te_core.backends.cpu.quantize import column_sums
 from te_core.errors import UnsupportedError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -55,22 +56,22 @@ class NumpyPlan:
             what = f"gemm {spec.m} x {spec.n} x {spec.k} {spec.a} x {spec.b} -> {spec.out}"
             rt.recorder.add_call(self.run, (operands,), what)
             return
-        a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, *_ = operands
+        a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, _, _, turned = operands
         ex = scratch(rt)
         left, right = _operand(ex, "gemm a", a), _operand(ex, "gemm b", b)
         left, right = left.T if spec.trans_a else left, right.T if spec.trans_b else right
         if a_sum is not None:
-            _store_row_sums(ex, left, a_scale, a_sum)
+            _store_row_sums(ex, left, a_scale, a_sum, spec.trans_a)
         scale = None
         if a_scale is not None and b_scale is not None:
             scale = a_scale.numpy()[0] * b_scale.numpy()[0]
         target = out.numpy()
         if target.dtype == np.float32 and not spec.accumulate:
-            product = np.matmul(left, right, out=target)
+            product = _product(ex, spec, (left, right), target, turned)
             if scale is None and bias is None and spec.epilogue is None:
                 return
         else:
-            product = np.matmul(left, right, out=ex.floats("gemm product", spec.m, spec.n))
+            product = _product(ex, spec, (left, right), ex.floats("gemm product", spec.m, spec.n), turned)
         _finish(ex, spec, product, out, scale, bias, aux, out_sum)
 
 
@@ -81,8 +82,20 @@ def _operand(ex: Executor, slot: str, t: Tensor) -> F32:
     return codec.decode(ex, values, ex.floats(slot, *t.shape))
 
 
-def _store_row_sums(ex: Executor, left: F32, a_scale: Tensor | None, a_sum: Tensor) -> None:
-    sums = np.add.reduce(left, axis=1)
+def _product(ex: Executor, spec: GemmSpec, operands: tuple[F32, F32], out: F32, turned: str | None) -> F32:
+    """left right in `out`. The order in which BLAS adds depends on how operands lie, and on which one comes first."""
+    left, right = operands
+    if turned == "out":
+        np.copyto(out, np.matmul(right.T, left.T, out=ex.floats("gemm turned", *out.shape[::-1])).T)
+        return out
+    if turned == "b":
+        right = np.array(right, order="C" if spec.trans_b else "F")
+    made: F32 = np.matmul(left, right, out=out)
+    return made
+
+
+def _store_row_sums(ex: Executor, left: F32, a_scale: Tensor | None, a_sum: Tensor, transposed: bool) -> None:
+    sums = column_sums(ex, left.T) if transposed else np.add.reduce(left, axis=1)
     if a_scale is not None:
         sums = sums * a_scale.numpy()[0]
     codec.encode(ex, sums, a_sum.numpy())

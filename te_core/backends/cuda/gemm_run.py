@@ -93,7 +93,7 @@ class LtPlan:
 
     def run(self, rt: Runtime, operands: GemmOperands) -> None:
         """Launch on the runtime's stream."""
-        a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax = operands
+        a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax, _ = operands
         executor = rt.executor()
         entered = executor.driver.enter(executor.context) if executor.context else False
         pointed = (b_scale, a_scale, bias, aux, a_sum)
