@@ -80,13 +80,18 @@ def quantize_forward(
     return _both(rt, x, rule, rowwise, columnwise, cast_of)
 
 
-def check_turned(precision: Precision | None, parallel: object, inspect: object) -> None:
-    """Refuse a weight that lies [K, N] where one layout of it does not serve as the other."""
+def takes_turned(precision: Precision | None) -> bool:
+    """Whether one layout of a quantized weight serves as the other."""
     rule = None if precision is None else precision.weight
     plain = ("delayed", "current", "block", "calibrate")
+    return rule is None or (rule.scaling in plain and rule.columnwise is None)
+
+
+def check_turned(precision: Precision | None, parallel: object, inspect: object) -> None:
+    """Refuse a weight that lies [K, N] where nothing is made for it."""
     got = ""
-    if rule is not None and (rule.scaling not in plain or rule.columnwise is not None):
-        got = f"weights quantized as {rule.scaling}"
+    if not takes_turned(precision):
+        got = f"weights quantized as {precision.weight.scaling}"  # type: ignore[union-attr]
     elif parallel is not None:
         got = "a weight that is spread over ranks"
     elif inspect is not None:
@@ -350,6 +355,7 @@ __all__ = [
     "repeats",
     "restored",
     "saved",
+    "takes_turned",
     "transpose_of",
     "with_columnwise",
 ]

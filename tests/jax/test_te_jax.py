@@ -21,7 +21,7 @@ from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScal
 from te_core.runtime import Runtime  # noqa: E402
 
 DELAYED = DelayedScaling(amax_history_len=3)
-RECIPES = [None, Float8CurrentScaling(), Float8BlockScaling(), DELAYED]
+RECIPES = [None, Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), DELAYED]
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 

@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from te_core.calls import precision_of
 from te_core.errors import ArgumentError
 from te_core.layers.table import LAYERS
+from te_core.quantize.operands import takes_turned
 from te_core.recipe import Recipe
 from te_jax.context import chosen
 from te_jax.mesh import alike
@@ -38,6 +40,10 @@ def call_layer(
     seed: Any = None,
 ) -> tuple[Any, ...]:
     given = {n: jnp.asarray(a) for n, a in arrays.items() if a is not None}
+    if "turned" in LAYERS[name].options:
+        options["turned"] = takes_turned(precision_of(name, recipe))
+        if not options["turned"]:  # XLA transposes what te_core cannot read as it lies
+            given |= {n: given[n].T for n in LAYERS[name].products}
     whole = Layered.of(name, options, recipe, given)
     if whole.history:
         if not isinstance(scaling, Scaling):
@@ -66,7 +72,7 @@ _NAMES = {"linear": "dense", "layernorm_linear": "layernorm_dense", "layernorm_m
 
 
 def _matrix(operation: str, kernel: Any, axes: Sequence[int]) -> Any:
-    """A kernel as a matrix [out, in] of the core's, from one whose inputs are these dimensions, the first ones."""
+    """A kernel as a matrix [in, out], from one whose inputs are these dimensions, the first ones."""
     count = len(axes)
     if tuple(a % kernel.ndim for a in axes) != tuple(range(count)) or count >= kernel.ndim:
         allowed = "the first dimensions of the kernel, in order, and the last ones of x"
@@ -74,7 +80,7 @@ def _matrix(operation: str, kernel: Any, axes: Sequence[int]) -> Any:
     inner = 1
     for size in kernel.shape[:count]:
         inner *= size
-    return kernel.reshape(inner, -1).T
+    return kernel.reshape(inner, -1)
 
 
 @_is("linear")
