@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.layers.linear import LinearSpec
+from te_core.layers.table import LAYERS
 from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
 from te_core.tape.taped import Taped
 from te_torch.doors import door
@@ -73,6 +74,19 @@ class Layer:
         for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained
             object.__setattr__(self, name, unwrap(getattr(self, name)))
         _layers[self.name] = self
+
+
+def of_table(entry: str, saved: Callable[..., Any], *, name: str = "", **more: Any) -> Layer:
+    """A layer with what the core's table says of it; `name` is that of its programs, if it is another one."""
+    core = LAYERS[entry]
+    places = {argument.name: place for place, argument in enumerate(core.arguments)}
+    known = {
+        "outputs": len(core.outputs),
+        "weights": tuple(places[product] for product in core.products),
+        "releases": core.releases,
+        "strided": core.arguments[0].strided,
+    }
+    return Layer(name or entry, core.forward, core.backward, saved, **known | more)
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ from te_torch.calls import Call as Call
 from te_torch.calls import Layer as Layer
 from te_torch.calls import call_of, complete
 from te_torch.calls import key_of as key_of
+from te_torch.calls import of_table as of_table
 from te_torch.calls import register as register
 from te_torch.carried import apart
 from te_torch.compiled_runs import Traced as Traced

@@ -9,18 +9,9 @@ import torch
 from te_core.layers import attention as core
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention.plan import Plan
-from te_torch.function import Layer, apply
+from te_torch.function import apply, of_table
 
-ATTENTION = Layer(
-    "attention",
-    core.forward,
-    core.backward,
-    core.AttentionSaved,
-    outputs=2,
-    strided=True,
-    partial=True,
-    differentiable=1,
-)
+ATTENTION = of_table("attention", core.AttentionSaved, outputs=2, partial=True, differentiable=1)
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
 

@@ -18,12 +18,12 @@ from te_torch.attention import exported_rope as exported
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.base.options import check_values
 from te_torch.calls import made_of_constants
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, Layer, apply, of_table, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import check_dtype, default_device, nested, outside_autocast
 from te_torch.values import NamedOptions
 
-ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True, plain=exported.rope)
+ROPE = of_table("rope", core.RopeSaved, plain=exported.rope)
 SPLIT_QKV, SPLIT_KV = (
     Layer(name, core.split_forward, core.split_backward, core.SplitSaved, n, partial=True, plain=exported.split)
     for name, n in (("split_qkv", 3), ("split_kv", 2))

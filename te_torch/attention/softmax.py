@@ -17,11 +17,11 @@ from te_core.ops.softmax import Band, band_of
 from te_torch.attention import env
 from te_torch.attention.masks import check_beside
 from te_torch.calls import made_of_constants
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, apply, of_table, register
 from te_torch.runtime import check_dtype, runtime_for, to_core, to_torch
 
 _HALVES = (torch.float16, torch.bfloat16)
-SOFTMAX = Layer("softmax", core.forward, core.backward, core.SoftmaxSaved)
+SOFTMAX = of_table("softmax", core.SoftmaxSaved)
 
 
 def fused_softmax(

@@ -21,9 +21,9 @@ from te_torch.base.plans import Drawn
 from te_torch.calls import made_of_constants
 from te_torch.draws import random_pair
 from te_torch.export import layers
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, apply, of_table, register
 
-ADD = Layer("bias_dropout_add", core.forward, core.backward, core.AddSaved, twins=(0, 2), plain=layers.bias_dropout_add)
+ADD = of_table("bias_dropout_add", core.AddSaved, twins=(0, 2), plain=layers.bias_dropout_add)
 
 #: What a module's call depends on of a stream: adds, p, and which gradients are wanted (x, bias, residual).
 StreamKey = tuple[bool, float, bool, bool, bool]

@@ -12,10 +12,10 @@ from te_torch.base.module import CallingModule
 from te_torch.base.options import check_values
 from te_torch.base.plans import Prepared
 from te_torch.export import layers
-from te_torch.function import Call, Layer, register
+from te_torch.function import Call, of_table, register
 from te_torch.runtime import check_dtype
 
-L2_NORM = Layer("l2_norm", core.forward, core.backward, core.L2NormSaved, plain=layers.l2_norm)
+L2_NORM = of_table("l2_norm", core.L2NormSaved, plain=layers.l2_norm)
 
 
 class L2Normalization(CallingModule):

@@ -22,20 +22,17 @@ from te_torch.calls import OF_NORM_LINEAR
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
-from te_torch.function import Call, Layer, register
+from te_torch.function import Call, of_table, register
 from te_torch.modules.linear import SplitParameters, empty_bias, returned_bias
 from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, check_input, default_device
 
-NORM_LINEAR = Layer(
-    "norm_linear",
-    core.forward,
-    core.backward,
+NORM_LINEAR = of_table(
+    "layernorm_linear",
     core.NormLinearSaved,
-    outputs=3,
-    weights=(3,),
+    name="norm_linear",
     twins=(0, 6),
     linears=lambda s: (s.linear,),
     copies=lambda saved: (saved.w,),

@@ -20,22 +20,18 @@ from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
-from te_torch.function import Call, Layer, register
+from te_torch.function import Call, of_table, register
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import empty_bias, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, check_input, default_device
 
-MLP = Layer(
-    "mlp",
-    core.forward,
-    core.backward,
+MLP = of_table(
+    "layernorm_mlp",
     core.MLPSaved,
-    outputs=3,
+    name="mlp",
     weight="w2",
-    weights=(3, 5),
-    releases=True,
     recomputes=True,
     twins=(0, 8),
     linears=lambda s: (s.fc1, s.fc2),

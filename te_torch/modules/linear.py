@@ -25,17 +25,14 @@ from te_torch.doors import either
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
-from te_torch.function import Call, Layer, register
+from te_torch.function import Call, of_table, register
 from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, check_input, default_device, outside_autocast
 from te_torch.values import check_flags, is_size
 
-LINEAR = Layer(
+LINEAR = of_table(
     "linear",
-    core.forward,
-    core.backward,
     core.LinearSaved,
-    weights=(1,),
     linears=lambda s: (s,),
     copies=lambda saved: (saved.w,),
     plain=layers.linear,

@@ -17,11 +17,11 @@ from te_torch.base.module import CallingModule, materialised
 from te_torch.base.options import check_values
 from te_torch.base.plans import UNKNOWN, Prepared
 from te_torch.export import layers
-from te_torch.function import Call, Layer, register
+from te_torch.function import Call, of_table, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device, nested
 
-NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma", plain=layers.norm)
+NORM = of_table("layernorm", core.NormSaved, name="norm", weight="gamma", plain=layers.norm)
 
 
 def sm_margins(given: int | Mapping[str, int]) -> dict[str, int]:
