@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from te_core import functional as fn  # noqa: E402
 from te_core.functional import arrays  # noqa: E402
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe  # noqa: E402
 from te_core.runtime import Runtime  # noqa: E402
+from tests import jax_draws, programs  # noqa: E402
 
 DELAYED = DelayedScaling(amax_history_len=3)
 RECIPES = [None, Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), DELAYED]
@@ -313,6 +315,13 @@ def test_threads() -> None:
         alike(one, wanted)
 
 
+def test_explain() -> None:
+    jax.block_until_ready(jax.jit(te.dense)(X[:3], W))
+    assert "linear forward on" in te.explain() and "bytes of temporaries" in te.explain()
+    te.dense(X, W, recipe=MXFP8BlockScaling())
+    assert "XLA transposes kernels for MXFP8BlockScaling" in te.explain()
+
+
 def test_autocast() -> None:
     wanted = te.dense(X, W, recipe=Float8CurrentScaling())
     with te.autocast(recipe=Float8CurrentScaling()):
@@ -442,3 +451,26 @@ def test_an_error_in_a_call_is_an_error_of_xlas(monkeypatch: pytest.MonkeyPatch)
     finally:
         record._works.update(known)
     assert np.array_equal(step(X), te.dense(X, W[:, :40]))
+
+
+def test_random_calls() -> None:
+    assert jax_draws.run(40, 3)["right"] > 20
+
+
+_CACHED = """
+import jax, jax.numpy as jnp, te_jax as te
+from te_core.recipe import Float8CurrentScaling
+jax.config.update("jax_compilation_cache_dir", {folder!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+x, w = jnp.arange(32.0).reshape(4, 8), jnp.ones((8, 16))
+step = jax.jit(jax.grad(lambda x: (te.dense(x, w, recipe=Float8CurrentScaling()) ** 2).sum()))
+print(float(step(x).sum()))
+"""
+
+
+def test_a_second_process_takes_the_program_from_the_disk(tmp_path: Path) -> None:
+    code = _CACHED.format(folder=str(tmp_path))
+    ran = [programs.python(code, path=str(programs.ROOT / "bindings" / "jax"), fresh=True) for _ in range(2)]
+    assert [r.returncode for r in ran] == [0, 0], ran[1].stderr[-2000:]
+    assert ran[0].stdout == ran[1].stdout and any(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLay
 from te_jax.context import autocast
 from te_jax.layers import activation, dense, layernorm, layernorm_dense, layernorm_mlp
 from te_jax.quantizing import Quantized, dequantize, quantize
+from te_jax.record import explain
 from te_jax.state import Scaling, scaling
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "autocast",
     "dense",
     "dequantize",
+    "explain",
     "fused_attn",
     "layernorm",
     "layernorm_dense",

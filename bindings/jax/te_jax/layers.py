@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +16,7 @@ from te_core.quantize.operands import takes_turned
 from te_core.recipe import Recipe
 from te_jax.context import chosen
 from te_jax.mesh import alike
+from te_jax.record import note
 from te_jax.rules import Layered, layered
 from te_jax.state import Scaling
 
@@ -44,6 +46,7 @@ def call_layer(
         options["turned"] = takes_turned(precision_of(name, recipe))
         if not options["turned"]:  # XLA transposes what te_core cannot read as it lies
             given |= {n: given[n].T for n in LAYERS[name].products}
+            note(f"{name}: XLA transposes kernels for {type(recipe).__name__}, whose weights lie [out, in]")
     whole = Layered.of(name, options, recipe, given)
     if whole.history:
         if not isinstance(scaling, Scaling):
@@ -77,10 +80,7 @@ def _matrix(operation: str, kernel: Any, axes: Sequence[int]) -> Any:
     if tuple(a % kernel.ndim for a in axes) != tuple(range(count)) or count >= kernel.ndim:
         allowed = "the first dimensions of the kernel, in order, and the last ones of x"
         raise ArgumentError(operation, f"contracting dimensions {tuple(axes)} of {kernel.shape}", allowed, "move them")
-    inner = 1
-    for size in kernel.shape[:count]:
-        inner *= size
-    return kernel.reshape(inner, -1)
+    return kernel.reshape(prod(kernel.shape[:count]), prod(kernel.shape[count:]))
 
 
 @_is("linear")
@@ -107,7 +107,7 @@ def dense(
         got, do = f"contracting_dims={contracting_dims} of x {x.shape}", "transpose x"
         raise ArgumentError("dense", got, "the last dimensions of x and the first of the kernel", do)
     lead, outer = x.shape[: x.ndim - count], kernel.shape[count:]
-    rows = x.reshape(*lead, -1)
+    rows = x.reshape(*lead, prod(x.shape[x.ndim - count :]))
     arrays = {"x": rows, "weight": _matrix("dense", kernel, of_kernel)}
     arrays["bias"] = None if bias is None else jnp.asarray(bias).reshape(-1)
     (y,) = call_layer("linear", arrays, {}, chosen(recipe), scaling, seed)
@@ -185,7 +185,7 @@ def activation(x: Any, activation_type: Any) -> Any:
     kind = _activation("activation", activation_type)
     count = 1 if isinstance(activation_type, str) else len(activation_type)
     if x.ndim > 1 and x.shape[-2] == count:
-        x = x.reshape(*x.shape[:-2], -1)
+        x = x.reshape(*x.shape[:-2], prod(x.shape[-2:]))
     (y,) = call_layer("activation", {"x": x}, {"activation": kind})
     return y
 

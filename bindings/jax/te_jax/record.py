@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import te_core
@@ -35,14 +36,7 @@ class Array(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return self.dtype.nbytes(int(_product(self.shape)))
-
-
-def _product(shape: Sequence[int]) -> int:
-    found = 1
-    for n in shape:
-        found *= n
-    return found
+        return self.dtype.nbytes(prod(self.shape))
 
 
 class _NoMemory:
@@ -231,3 +225,24 @@ def run(on_gpu: bool, device: int, stream: int, digest: int, addresses: list[int
             "trace the function again here: jax.jit(f).lower(...) of the same f",
         )
     work.run(cuda_device(device) if on_gpu else CPU, stream, addresses)
+
+
+_notes: dict[str, None] = {}  # in the order in which they came
+
+
+def note(text: str) -> None:
+    """Something that a user may want to know of a call; once."""
+    _notes[text] = None
+
+
+def explain() -> str:
+    """What the programs of this process run of te_core: a line for each call of XLA's, and what was decided for it."""
+    lines = []
+    for work in list(_works.values()):
+        for device, program in list(work._programs.items()):
+            if device is CPU and len(work._programs) > 1:
+                continue  # that one was made for its shapes alone
+            operands = ", ".join(f"{work.operands[i].dtype}{list(work.operands[i].shape)}" for i in work.used)
+            steps, block = len(program.made.tape.steps), program.made.block
+            lines.append(f"{work.name} on {device}: {operands}; {steps} steps, {block} bytes of temporaries")
+    return "\n".join([*lines, *_notes]) or "no program with layers of te_core was lowered yet"

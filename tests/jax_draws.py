@@ -1,0 +1,106 @@
+"""Random calls of te_jax, right and wrong ones: each gives finite results as large as they should be, or is refused.
+
+python -m tests.jax_draws 1000 SEED
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import te_jax as te
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+RECIPES: list[Any] = [
+    None, None, Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(),
+    DelayedScaling(amax_history_len=2),
+]  # fmt: skip
+SIZES = (0, 1, 3, 8, 16, 16, 17, 32, 32, 64)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def array(draw: random.Random, *shape: int) -> Any:
+    """Of a shape that is seldom a little wrong."""
+    if shape and draw.random() < 0.04:
+        place = draw.randrange(len(shape))
+        shape = (*shape[:place], shape[place] + 1, *shape[place + 1 :])
+    made = np.random.default_rng(draw.randrange(1 << 30)).standard_normal(shape)
+    dtype = jnp.int32 if draw.random() < 0.01 else draw.choice(DTYPES) if draw.random() < 0.05 else jnp.float32
+    return jnp.asarray(made, dtype)
+
+
+def drawn(draw: random.Random) -> tuple[Any, tuple[Any, ...], Any]:
+    """(a function of arrays, arrays, a function of them that gives the shape of the result)."""
+    recipe, lead = draw.choice(RECIPES), tuple(draw.choice(SIZES) for _ in range(draw.choice((1, 1, 2))))
+    k, n, f = (draw.choice(SIZES) for _ in range(3))
+    seed = jax.random.key(1) if draw.random() < 0.9 else None
+    kind = draw.choice(("dense", "norm", "layernorm_dense", "mlp", "attention", "activation"))
+    x = array(draw, *lead, k)
+    options: dict[str, Any] = {"recipe": recipe, "seed": seed}
+    if kind == "dense":
+        options["scaling"] = te.scaling(recipe, te.dense)
+        return (
+            lambda x, w, b: te.dense(x, w, b, **options),
+            (x, array(draw, k, n), array(draw, n)),
+            lambda x, w, b: (*x.shape[:-1], w.shape[1]),
+        )
+    if kind == "norm":
+        return lambda x, g: te.layernorm(x, g, None, "rmsnorm"), (x, array(draw, k)), lambda x, g: x.shape
+    if kind == "layernorm_dense":
+        options["scaling"] = te.scaling(recipe, te.layernorm_dense)
+        given = x, array(draw, k, n), array(draw, k), array(draw, k)
+        function = lambda x, w, g, b: te.layernorm_dense(x, w, g, b, **options)  # noqa: E731
+        return function, given, lambda x, w, g, b: (*x.shape[:-1], w.shape[1])
+    if kind == "mlp":
+        options |= {"scaling": te.scaling(recipe, te.layernorm_mlp), "activation_type": ("silu", "linear")}
+        given = x, array(draw, k), array(draw, k, 2, f), array(draw, f, n)
+        function = lambda x, g, a, b: te.layernorm_mlp(x, g, None, [a, b], [None, None], "rmsnorm", **options)  # noqa: E731
+        return function, given, lambda x, g, a, b: (*x.shape[:-1], b.shape[1])
+    if kind == "activation":
+        return (
+            lambda x: te.activation(x, ("gelu", "linear")),
+            (jnp.ones((*lead, 2, k)),),
+            lambda x: (*x.shape[:-2], x.shape[-1]),
+        )
+    batch, length, width = draw.choice((1, 2)), draw.choice(SIZES[1:]), draw.choice((8, 16, 32))
+    q, kv = (array(draw, batch, length, heads, width) for heads in (4, draw.choice((1, 2, 4))))
+    mask = draw.choice(("causal", "no_mask"))
+    return lambda q, k: te.fused_attn((q, k, k), attn_mask_type=mask), (q, kv), lambda q, k: q.shape
+
+
+def run(count: int, seed: int) -> Counter[str]:
+    """What became of so many calls."""
+    found: Counter[str] = Counter()
+    for number in range(count):
+        draw = random.Random(f"{seed} {number}")
+        function, given, shape = drawn(draw)
+        wanted = [i for i, a in enumerate(given) if jnp.issubdtype(a.dtype, jnp.floating) and draw.random() < 0.8]
+        try:
+            y = jax.jit(function)(*given) if draw.random() < 0.5 else function(*given)
+            grads = jax.grad(lambda *g, f=function: f(*g).astype(jnp.float32).sum(), wanted)(*given) if wanted else ()
+        except (ArgumentError, UnsupportedError):
+            found["refused"] += 1
+            continue
+        assert y.shape == shape(*given), (number, y.shape, [a.shape for a in given])
+        assert [g.shape for g in grads] == [given[i].shape for i in wanted], number
+        for part in (y, *grads):
+            assert np.isfinite(np.asarray(part, np.float32)).all(), number
+        found["right"] += 1
+    return found
+
+
+if __name__ == "__main__":
+    print(run(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
