@@ -247,8 +247,13 @@ class _Borrowed(ReadOnly):
         self.array = array
 
 
+def _finished(array: Any) -> None:
+    """The host waits: an address says nothing of whether what it leads to is there yet."""
+    array.block_until_ready()
+
+
 def _read_jax(array: Any) -> Tensor:
-    array.block_until_ready()  # an address says nothing of whether what it leads to is there yet
+    _finished(array)
     places = array.devices()
     order = array.format.layout.major_to_minor
     if len(places) != 1 or tuple(order) != tuple(range(array.ndim)):
