@@ -13,10 +13,10 @@ from te_core import functional as te
 from te_core.kernels.loader import Kernel
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_core.runtime import Runtime
-from te_core.tape import taped
 from te_core.tape.tape import Tape
 from te_core.tools.counts import Counts, counted
 from tests.core.fake_cuda import Machine
+from tests.recordings import tapes
 
 RECIPE = DelayedScaling(amax_history_len=4)
 DRAW = np.random.default_rng(0)
@@ -64,9 +64,8 @@ def test_what_the_host_copies_is_counted() -> None:
 @pytest.mark.parametrize("when", ["first", "never"])
 def test_counts_are_what_a_device_is_given(when: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     machine = Machine(monkeypatch, tmp_path)
-    rt, before = machine.runtime(), taped.when()
-    taped.set_when(when)
-    try:
+    rt = machine.runtime()
+    with tapes(when):
         with machine.noting() as made:
             x, w = rt.zeros((16, 32), dtypes.bfloat16), rt.zeros((64, 32), dtypes.bfloat16)
             _step(x, w, rt)  # makes plans, and scratch memory
@@ -74,9 +73,6 @@ def test_counts_are_what_a_device_is_given(when: str, monkeypatch: pytest.Monkey
         with machine.noting() as events, counted() as counts:
             _step(x, w, rt)
             rt.numpy(x)
-    finally:
-        taped.set_when(before)
-        taped.forget()
     kinds = [event.kind for event in events]
     taken = [block for block in machine.arena.blocks.values() if block.start > serial]
     assert {"launch", "gemm", "copy", "synchronize"} <= {*kinds} and "fill" in [event.kind for event in made]
@@ -117,3 +113,29 @@ def test_a_wait_for_jax_is_counted() -> None:
     with counted() as counts:
         te.l2_norm(x)
     assert counts.waits == 1 and not counts.to_host
+
+
+def test_a_whole_layer_on_a_device_copies_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    rt = machine.runtime()
+    shapes = {
+        "layernorm_qkv_layer_norm_weight": (64,),
+        "layernorm_qkv_weight": (128, 64),
+        "proj_weight": (64, 64),
+        "layernorm_mlp_layer_norm_weight": (64,),
+        "layernorm_mlp_fc1_weight": (128, 64),
+        "layernorm_mlp_fc2_weight": (64, 64),
+    }
+    p = {name: rt.zeros(shape, dtypes.bfloat16) for name, shape in shapes.items()}
+    x, angles = rt.zeros((16, 2, 64), dtypes.bfloat16), rt.zeros((16, 1, 1, 16), dtypes.float32)
+    options: Any = {"normalization": "RMSNorm", "activation": "swiglu", "recipe": Float8CurrentScaling(), "rt": rt}
+    options |= {"num_attention_heads": 4, "num_gqa_groups": 2, "rotary_pos_emb": angles}
+    with tapes("first"):
+        for _ in range(2):
+            with machine.noting() as events, counted() as counts:
+                y, back = te.transformer_layer(x, **p, **options)
+                grads = back(y)
+    assert grads.keys() == {"x", *p} and not machine.faults
+    launches = sum(event.kind in ("launch", "gemm", "cudnn", "fill") for event in events)
+    assert counts == Counts(allocations=counts.allocations, launches=launches)
+    assert counts.allocations and {"launch", "gemm", "cudnn"} <= {event.kind for event in events}
