@@ -225,13 +225,14 @@ def _read_torch(array: Any) -> Tensor:
     if array.requires_grad:
         do = "pass x.detach(), or use te_torch's modules"
         raise ArgumentError("read", "a tensor that requires grad", "tensors that autograd does not follow", do)
-    if array.device.type not in ("cpu", "cuda"):
+    if not array.is_cpu and not array.is_cuda:
         raise ArgumentError("read", f"a tensor on {array.device}", "tensors on cpu or cuda", "move it there")
-    device = CPU if array.device.type == "cpu" else cuda_device(array.device.index)
-    strides = None if array.is_contiguous() else array.stride()
-    if array.numel() and not array.data_ptr():
+    address, dtype = array.data_ptr(), dtypes._BY_NAME.get(str(array.dtype)[6:])  # behind "torch."
+    if not address and array.numel():
         raise ArgumentError("read", "a tensor whose storage was freed", "tensors with memory", "allocate it again")
-    return Tensor(array.data_ptr(), tuple(array.shape), dtypes.dtype(array.dtype), device, array, strides)
+    device = CPU if array.is_cpu else cuda_device(array.get_device())
+    strides = None if array.is_contiguous() else array.stride()
+    return Tensor(address, tuple(array.shape), dtype or dtypes.dtype(array.dtype), device, array, strides)
 
 
 def _torch_runtime(device: Device) -> Runtime:
