@@ -3,15 +3,17 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bindings" / "jax")]  # runs from a clone that nobody installed, too
 try:
     import jax
     import jax.numpy as jnp
 except ImportError as error:
     sys.exit(f"jax_mlp.py: {error}. Install it: pip install jax")
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bindings" / "jax"))  # runs from a clone that nobody installed, too
+sys.path.insert(0, str(ROOT))
 import te_jax as te
+
 from te_core.recipe import DelayedScaling
 
 keys = jax.random.split(jax.random.key(0), 5)

@@ -80,7 +80,7 @@ def of_table(entry: str, saved: Callable[..., Any], *, name: str = "", **more: A
     """A layer with what the core's table says of it; `name` is that of its programs, if it is another one."""
     core = LAYERS[entry]
     places = {argument.name: place for place, argument in enumerate(core.arguments)}
-    known = {
+    known: dict[str, Any] = {
         "outputs": len(core.outputs),
         "weights": tuple(places[product] for product in core.products),
         "releases": core.releases,

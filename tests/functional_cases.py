@@ -34,9 +34,10 @@ for _recipe in RECIPES.values():
         _recipe.emulate = True
 FUNCTIONS = (
     "linear layernorm rmsnorm layernorm_linear layernorm_mlp grouped_linear attention rope softmax activation l2_norm "
-    "bias_dropout_add moe_permute moe_unpermute"
+    "bias_dropout_add moe_permute moe_unpermute multihead_attention transformer_layer"
 ).split()
-OF_RECIPES = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
+WHOLE = ("multihead_attention", "transformer_layer")
+OF_RECIPES = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear", *WHOLE)
 ROWS = (1, 2, 5, 16)
 
 
@@ -213,3 +214,43 @@ def _moe_unpermute(r: random.Random, array: Any, maybe: Any) -> Any:
     (_, row_map), _ = te.moe_permute(array(6, 16), _routing(r, kind), map_type=kind, needs=())
     probs = maybe(array(6, 4 if kind == "mask" else 2, dtype=np.float32))
     return {"x": array(12, 16), "row_id_map": row_map, "merging_probs": probs}, {"map_type": kind, "num_tokens": 6}
+
+
+def _of_attention(r: random.Random, array: Any, maybe: Any, before: str) -> Any:
+    heads, d, form = 4, 8, r.choice(("sbhd", "bshd"))
+    groups = r.choice((1, 2, 4))
+    mask = r.choice(("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal"))
+    rows = (heads + 2 * groups) * d
+    arrays: dict[str, Any] = {"x": array(*((5, 2) if form == "sbhd" else (2, 5)), 32)}
+    arrays |= {f"{before}qkv_weight": array(rows, 32), f"{before}qkv_bias": maybe(array(rows))}
+    arrays |= {"proj_weight": array(32, heads * d), "proj_bias": maybe(array(32))}
+    if r.random() < 0.5:
+        arrays["rotary_pos_emb"] = array(9, 1, 1, r.choice((4, 8)), dtype=np.float32)
+    if "padding" in mask:
+        arrays["cu_seqlens_q"] = np.array([0, 3, 8], np.int32)
+    options: dict[str, Any] = {"num_attention_heads": heads, "num_gqa_groups": groups if groups < 4 else None}
+    options |= {"qkv_format": form, "attn_mask_type": mask, "qkv_weight_interleaved": r.random() < 0.5}
+    if r.random() < 0.3:
+        options["rotary_pos_interleaved"] = True
+    if r.random() < 0.3:
+        options["window_size"] = (2, 0 if "causal" in mask else 1)
+    if r.random() < 0.3:
+        options["attention_dropout"] = 0.2
+    return arrays, options
+
+
+def _multihead_attention(r: random.Random, array: Any, maybe: Any) -> Any:
+    return _of_attention(r, array, maybe, "")
+
+
+def _transformer_layer(r: random.Random, array: Any, maybe: Any) -> Any:
+    arrays, options = _of_attention(r, array, maybe, "layernorm_")
+    kind, activation = r.choice(("LayerNorm", "RMSNorm")), r.choice(KINDS)
+    wide = 32 * (1 + is_gated(activation))
+    for part in ("layernorm_qkv", "layernorm_mlp"):
+        arrays[f"{part}_layer_norm_weight"] = array(32)
+        arrays[f"{part}_layer_norm_bias"] = array(32) if kind == "LayerNorm" else None
+    arrays |= {"layernorm_mlp_fc1_weight": array(wide, 32), "layernorm_mlp_fc1_bias": maybe(array(wide))}
+    arrays |= {"layernorm_mlp_fc2_weight": array(32, 32), "layernorm_mlp_fc2_bias": maybe(array(32))}
+    options |= {"normalization": kind, "activation": activation, "zero_centered_gamma": r.random() < 0.5}
+    return arrays, options | ({"hidden_dropout": 0.3} if r.random() < 0.4 else {})

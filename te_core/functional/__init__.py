@@ -25,6 +25,8 @@ l2_norm = Function("l2_norm")
 bias_dropout_add = Function("bias_dropout_add")
 moe_permute = Function("moe_permute")
 moe_unpermute = Function("moe_unpermute")
+multihead_attention = Function("multihead_attention")
+transformer_layer = Function("transformer_layer")
 
 __all__ = [
     "Back",
@@ -42,9 +44,11 @@ __all__ = [
     "linear",
     "moe_permute",
     "moe_unpermute",
+    "multihead_attention",
     "quantize",
     "rmsnorm",
     "rope",
     "softmax",
+    "transformer_layer",
     "update",
 ]

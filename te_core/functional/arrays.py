@@ -1,11 +1,12 @@
 """Arrays of other libraries as tensors of the core, without a copy, and back again.
 
-A reader is found by the module of an array's type, so that no library is imported for it: a library whose arrays come
-in is there already. What has no reader is read by DLPack, with its checks.
+A reader is found by an array's type: by the module that the type is of, so that no library is imported for it, for a
+library whose arrays come in is there already. What has no reader is read by DLPack, with its checks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from math import prod
@@ -36,13 +37,13 @@ class Library(NamedTuple):
 
 def library_of(array: Any) -> Library:
     """The library that an array is of."""
-    return _LIBRARIES.get(type(array).__module__.partition(".")[0], _OTHERS)
+    return _BY_TYPE[type(array)]
 
 
 def read(operation: str, name: str, array: Any) -> Tensor:
     """The tensor that an array is, whatever library it is of."""
     try:
-        return library_of(array).read(array)
+        return _BY_TYPE[type(array)].read(array)
     except ArgumentError as error:
         raise ArgumentError(operation, f"{name}: {error.got}", error.allowed, error.do) from error
     except Exception as error:  # a library's own
@@ -57,13 +58,27 @@ def read(operation: str, name: str, array: Any) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- NumPy
 
 
+_WHOLE = {d.numpy: d for d in dtypes.ALL if d.bits >= 8}  # packed values need a look at how they are packed
+_in_capsule = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_DATA = 40  # in NumPy's PyArrayInterface: where an address is
+_at = ctypes.c_void_p.from_address
+
+
 def _read_numpy(array: Any) -> Tensor:
-    dtype = dtypes._BY_NUMPY.get(array.dtype)
-    if dtype is None or type(array) is not np.ndarray or not array.flags.c_contiguous or dtype.bits < 8:
-        if isinstance(array, np.ma.MaskedArray):
-            raise ArgumentError("read", "a masked array", "arrays without a mask", "pass array.filled(0)")
+    dtype = _WHOLE.get(array.dtype)
+    if dtype is None or not array.flags.c_contiguous:
         return from_numpy(array)
-    return Tensor(array.__array_interface__["data"][0], array.shape, dtype, CPU, array)
+    interface = array.__array_struct__  # lives until its address was read; other ways to that cost twice as much
+    return Tensor(_at(_in_capsule(interface, None) + _DATA).value or 0, array.shape, dtype, CPU, array)
+
+
+def _read_other_numpy(array: Any) -> Tensor:
+    """Of a class that is derived from NumPy's array, or no array at all."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError("read", "a masked array", "arrays without a mask", "pass array.filled(0)")
+    return from_numpy(array)
 
 
 def _default_cuda(device: Device) -> Runtime:
@@ -210,13 +225,14 @@ def _read_torch(array: Any) -> Tensor:
     if array.requires_grad:
         do = "pass x.detach(), or use te_torch's modules"
         raise ArgumentError("read", "a tensor that requires grad", "tensors that autograd does not follow", do)
-    if array.device.type not in ("cpu", "cuda"):
+    if not array.is_cpu and not array.is_cuda:
         raise ArgumentError("read", f"a tensor on {array.device}", "tensors on cpu or cuda", "move it there")
-    device = CPU if array.device.type == "cpu" else cuda_device(array.device.index)
-    strides = None if array.is_contiguous() else array.stride()
-    if array.numel() and not array.data_ptr():
+    address, dtype = array.data_ptr(), dtypes._BY_NAME.get(str(array.dtype)[6:])  # behind "torch."
+    if not address and array.numel():
         raise ArgumentError("read", "a tensor whose storage was freed", "tensors with memory", "allocate it again")
-    return Tensor(array.data_ptr(), tuple(array.shape), dtypes.dtype(array.dtype), device, array, strides)
+    device = CPU if array.is_cpu else cuda_device(array.get_device())
+    strides = None if array.is_contiguous() else array.stride()
+    return Tensor(address, tuple(array.shape), dtype or dtypes.dtype(array.dtype), device, array, strides)
 
 
 def _torch_runtime(device: Device) -> Runtime:
@@ -247,8 +263,13 @@ class _Borrowed(ReadOnly):
         self.array = array
 
 
+def _finished(array: Any) -> None:
+    """The host waits: an address says nothing of whether what it leads to is there yet."""
+    array.block_until_ready()
+
+
 def _read_jax(array: Any) -> Tensor:
-    array.block_until_ready()  # an address says nothing of whether what it leads to is there yet
+    _finished(array)
     places = array.devices()
     order = array.format.layout.major_to_minor
     if len(places) != 1 or tuple(order) != tuple(range(array.ndim)):
@@ -262,12 +283,24 @@ def _read_jax(array: Any) -> Tensor:
 
 _OTHERS = Library(from_dlpack, _default, _itself, waits=True)
 _JAX = Library(_read_jax, _default, _itself, waits=True)
+_NUMPY = Library(_read_numpy, _default, _give_numpy)
 #: By the first part of the name of the module that an array's type is of.
-_LIBRARIES = {
-    "numpy": Library(_read_numpy, _default, _give_numpy),
+_BY_MODULE = {
+    "numpy": _NUMPY._replace(read=_read_other_numpy),
     "te_core": Library(_read_core, _default, _itself),
     "cupy": Library(_read_cupy, _cupy_runtime, _give_cupy),
     "torch": Library(_read_torch, _torch_runtime, _give_torch),
     "jax": _JAX,
     "jaxlib": _JAX,
 }
+
+
+class _ByType(dict[type, Library]):
+    """Types of arrays that came in. Those of other modules, of which a program may make any number, are not kept."""
+
+    def __missing__(self, kind: type) -> Library:
+        found = _BY_MODULE.get(kind.__module__.partition(".")[0], _OTHERS)
+        return found if found is _OTHERS else self.setdefault(kind, found)
+
+
+_BY_TYPE = _ByType({np.ndarray: _NUMPY})

@@ -60,7 +60,7 @@ class Contract:
         kind = self.options["activation"]
         wanted = 2 * inner if is_gated(kind) else inner
         if outer != wanted:
-            rows, columns = ("columns", "rows") if self.options["turned"] else ("rows", "columns")
+            rows, columns = ("columns", "rows") if self.options.get("turned") else ("rows", "columns")
             got = f"fc1_weight of {outer} {rows} and fc2_weight of {inner} {columns} with activation={kind!r}"
             allowed = f"{wanted} {rows} of fc1_weight" + f", twice fc2_weight's {columns}" * is_gated(kind)
             raise ArgumentError(self.operation, got, allowed, "correct the weights, or the activation")

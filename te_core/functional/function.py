@@ -190,10 +190,19 @@ class Function:
         settled = self.layer.settled(self.__name__, options)
         contract = Contract(self.__name__, rt.device, settled, precision is not None)
         check_all(contract, [(a, tensors[a.name]) for a in self._arguments.values()])
-        kind, without = settled.get("normalization"), tensors.get("layer_norm_bias") is None
-        if kind is not None and (kind == "LayerNorm") == without:
-            got, do = f"{kind} with{'out' * without} layer_norm_bias", "correct normalization or the bias"
-            raise ArgumentError(self.__name__, got, "one for LayerNorm, none for RMSNorm", do)
+        kind = settled.get("normalization")
+        for name in [n for n in self._arguments if n.endswith("layer_norm_bias") and kind is not None]:
+            without = tensors[name] is None
+            if (kind == "LayerNorm") == without:
+                got, do = f"{kind} with{'out' * without} {name}", "correct normalization or the bias"
+                raise ArgumentError(self.__name__, got, "one for LayerNorm, none for RMSNorm", do)
+        if "attn_mask_type" in settled:
+            padded = "padding" in settled["attn_mask_type"] or settled["qkv_format"] == "thd"
+            if padded != (tensors["cu_seqlens_q"] is not None):
+                got = f"attn_mask_type={settled['attn_mask_type']!r} with{'out' * padded} cu_seqlens_q"
+                allowed = "running sums of lengths for padded and for packed sequences, none for others"
+                do = "pass cu_seqlens_q" if padded else "leave it out, or choose a padding mask"
+                raise ArgumentError(self.__name__, got, allowed, do)
         if tensors.get("residual_bias") is not None and tensors.get("residual") is None:
             raise ArgumentError(self.__name__, "residual_bias alone", "it beside residual", "pass residual, too")
         return settled
@@ -233,6 +242,11 @@ class Function:
             return {"stream": tensors["residual"] is not None}
         if "num_gemms" in options:
             return {"num_gemms": len(tensors["weight"])}
+        if "kv_channels" in options:
+            return {
+                "kv_channels": self._head_width(tensors, given),
+                "turned_by_angles": tensors["rotary_pos_emb"] is not None,
+            }
         if "head_dim_qk" not in options:
             return {}
         q, k, v = (tensors[name].shape for name in "qkv")
@@ -240,6 +254,20 @@ class Function:
         if min(sizes.values()) < 1:
             raise ArgumentError(self.__name__, f"{sizes}", "sizes from 1 on", "correct the shapes of q, k and v")
         return sizes
+
+    def _head_width(self, tensors: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+        """How many channels the heads of a projection to queries, keys and values have."""
+        op, name = self.__name__, self.layer.products[0]
+        heads, rows, columns = given.get("num_attention_heads"), tensors[name].shape[0], tensors["proj_weight"].shape[1]
+        if heads is None:
+            raise ArgumentError(op, "no num_attention_heads", "how many heads there are", "pass num_attention_heads")
+        groups = given.get("num_gqa_groups") or heads
+        width = int(rows // (heads + 2 * groups))
+        if heads % groups or not width or (width * (heads + 2 * groups), width * heads) != (rows, columns):
+            got = f"{heads} heads in {groups} groups with {rows} rows of {name} and {columns} columns of proj_weight"
+            allowed = "(heads + 2 groups) * channels rows, and heads * channels columns; groups that divide the heads"
+            raise ArgumentError(op, got, allowed, "correct num_attention_heads, num_gqa_groups or the weights")
+        return width
 
     def _moved(self, tensors: Mapping[str, Any], given: Mapping[str, Any], rt: Runtime) -> tuple[int, int]:
         """(tokens, rows) of what moves tokens to experts or back."""
@@ -302,9 +330,11 @@ class Function:
     def _placed(self, tensors: Mapping[str, Any], made: Call, seed: Any, rt: Runtime) -> list[Any]:
         """The tensors as the core's function takes them, by place."""
         found: list[Any] = []
+        drawn = 0
         for argument in self.layer.arguments:
             if argument.dtypes == "draws":
-                found.append(self._draws(seed, rt, argument.core) if made.draws else None)
+                found.append(self._draws(seed, rt, drawn) if made.draws else None)
+                drawn += 1
             elif not argument.several:
                 found.append(tensors.get(argument.name))
             else:
@@ -315,21 +345,23 @@ class Function:
                 found.extend([None] * count if given is None else given)
         return found
 
-    def _draws(self, seed: Any, rt: Runtime, place: str) -> Tensor:
-        """Seed and offset of random numbers, on the device. Of numbers dropout and rounding get pairs of their own."""
+    def _draws(self, seed: Any, rt: Runtime, number: int) -> Tensor:
+        """Seed and offset of random numbers, on the device. Of numbers each part that draws gets a pair of its own."""
         pair = (seed, 0) if type(seed) is int else seed
         listed = isinstance(pair, (tuple, list)) and len(pair) == 2
         if listed and all(type(n) is int and -(1 << 63) <= n < 1 << 63 for n in pair):
-            apart = 1 << 62 if place == "branch_rng" else 0
+            apart = (number & 1) << 62 | (number & 2) << 60 | (number & 4) << 58
             return rt.tensor(np.array((pair[0] ^ apart, pair[1]), np.int64))
-        allowed = "an integer below 2^63, two of them, or an array of two int64 on the device"
+        count = sum(a.dtypes == "draws" for a in self.layer.arguments)
+        shape = (2,) if count <= 2 else (count, 2)
+        allowed = f"an integer below 2^63, two of them, or an int64 array {list(shape)} on the device"
         if seed is None or isinstance(pair, (tuple, list, int)):
             do = "pass seed=: another one in each step"
             raise ArgumentError(self.__name__, f"seed={seed!r} where numbers are drawn", allowed, do)
         t = read(self.__name__, "seed", seed)
-        if t.shape != (2,) or t.dtype is not dtypes.int64 or not t.is_contiguous or t.device is not rt.device:
+        if t.shape != shape or t.dtype is not dtypes.int64 or not t.is_contiguous or t.device is not rt.device:
             raise ArgumentError(self.__name__, f"seed = {t!r}", allowed, "correct seed")
-        return t
+        return t if len(shape) == 1 else t.rows(number, number + 1).reshape(2)
 
 
 class Kept(NamedTuple):

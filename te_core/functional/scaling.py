@@ -39,7 +39,7 @@ class Scaling:
     def __init__(self, recipe: Recipe, function: Any, *, like: Any, gemms: int | None = None) -> None:
         layer = getattr(function, "layer", None)
         if not isinstance(layer, Layer) or not layer.takes_recipe:
-            allowed = "te.linear, te.layernorm_linear, te.layernorm_mlp or te.grouped_linear"
+            allowed = "te.linear, te.transformer_layer, or another function with weights that are multiplied"
             raise ArgumentError(
                 "Scaling", f"function = {function!r}", allowed, "pass the function that takes this state"
             )

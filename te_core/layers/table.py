@@ -22,6 +22,8 @@ from te_core.layers import (
     permute,
     rope,
     softmax,
+    whole,
+    whole_table,
 )
 from te_core.layers import residual as added
 from te_core.layers.entries import Argument, Asked, Layer, Option
@@ -136,9 +138,9 @@ _PART = Option(0.0, float, least=0.0, most=1.0)
 _NUMBER = Option(None, float, none=True)
 _NORM = {"eps": Option(1e-5, float, least=0.0), "zero_centered_gamma": _FLAG}
 _TURNED = {"turned": _FLAG}
+_NORMED = {"normalization": Option("LayerNorm", str, ("LayerNorm", "RMSNorm")), **_NORM}
 _BEFORE = {
-    "normalization": Option("LayerNorm", str, ("LayerNorm", "RMSNorm")),
-    **_NORM,
+    **_NORMED,
     "return_layernorm_output": _FLAG,
     "hidden_dropout": _PART,
     **_TURNED,
@@ -312,4 +314,18 @@ _ENTRIES = (
         _permute_spec, about="each token's rows added up",
     ),
 )  # fmt: skip
-LAYERS = {layer.name: layer for layer in _ENTRIES}
+_WHOLE = (
+    Layer(
+        "multihead_attention", whole.multihead_forward, whole.multihead_backward, whole_table.MULTIHEAD,
+        whole_table.OPTIONS, whole_table.multihead_spec, products=("qkv_weight", "proj_weight"), releases=True,
+        draws=lambda asked: _stochastic(asked) or bool(asked.options["attention_dropout"]), writes=_WRITES,
+        about="attention(x w^T + b) w_proj^T + b_proj, x [tokens, sequences, H]",
+    ),
+    _layer(
+        "transformer_layer", whole, "x1 = x + attention(norm(x)), y = x1 + mlp(norm(x1))", whole_table.TRANSFORMER,
+        {**_NORMED, **_ACTIVATION, **whole_table.OPTIONS, "hidden_dropout": _PART},
+        lambda asked: whole_table.transformer_spec(asked, _clamp(asked)), products=whole_table.PRODUCTS, releases=True,
+        draws=lambda asked: _draws(asked) or bool(asked.options["attention_dropout"]), writes=_WRITES,
+    ),
+)  # fmt: skip
+LAYERS = {layer.name: layer for layer in (*_ENTRIES, *_WHOLE)}

@@ -223,6 +223,8 @@ def backward(
     # What comes back along the stream and, as a branch, through the part.
     branch, dbias, along = _add_backward(rt, dy, saved.closing, spec=spec.closing)
     del dy
+    if not spec.beside:  # it comes also where nothing before it has a gradient
+        found = found._replace(mlp=found.mlp._replace(fc2_bias=dbias))
     if branch is None or saved.mlp is None:
         return found
     spread = groups_of(comm).tensor if spec.mlp.fc1.parallel is not None else None

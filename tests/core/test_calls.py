@@ -18,8 +18,8 @@ from tests.core.test_import_floors import ROOT
 #: Layers that have no entry, and why.
 WITHOUT = {
     "te_core.layers.attention_fp8": "a recipe's attention, which functions by name do not offer yet",
-    "te_core.layers.multihead": "composed of layers that have entries",
-    "te_core.layers.transformer": "composed of layers that have entries",
+    "te_core.layers.multihead": "te_core.layers.whole has it in a row",
+    "te_core.layers.transformer": "te_core.layers.whole has it in a row",
 }
 LAYERS = tuple(table.LAYERS.values())
 

@@ -69,6 +69,23 @@ def nodes(module: Any, recipe: str | None = None, angles: torch.Tensor | None = 
     return sum("_Eager" in node.name() for node in seen)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_trained_parameter_gets_its_gradient(turned: bool) -> None:
+    """As in fine-tuning of biases: of the last bias no gradient goes on through the MLP."""
+    module, x = layer(), of("cpu")
+    angles = te.RotaryPositionEmbedding(16)(ROWS) if turned else None
+    for name, p in module.named_parameters():
+        for other in module.parameters():
+            other.requires_grad_(other is p)
+        found = []
+        for _ in range(3):
+            module.zero_grad()
+            module(x, rotary_pos_emb=angles).square().sum().backward()
+            assert p.grad is not None, name
+            found.append(p.grad.clone())
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]), name
+
+
 @covering(name=OPTIONS, recipe=[None, "delayed", "current", "block", "mxfp8", "nvfp4"], device=devices())
 @pytest.mark.parametrize("turned", [False, True])
 def test_same_bits_as_its_parts(name: str, recipe: str | None, device: str, turned: bool) -> None:

@@ -1,0 +1,126 @@
+"""What calls cost besides their work: copies between host and device, allocations, launches, waits of the host.
+
+    with counted() as counts:
+        y, back = te.linear(x, weight)
+    assert not counts.to_host and not counts.waits
+
+While a block runs, functions of the driver, of runtimes and of tapes are exchanged for ones that count, in all threads.
+Outside of blocks nothing counts, and no call of a layer asks whether it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from threading import RLock
+from typing import Any
+
+from te_core.backends.cpu import backend as host
+from te_core.backends.cuda import backend as cuda
+from te_core.backends.cuda.cudnn import Attended, Handle
+from te_core.backends.cuda.gemm_run import Multiplied, Prepared
+from te_core.backends.cuda.memory import Fill
+from te_core.driver import Driver
+from te_core.functional import arrays
+from te_core.kernels.loader import Kernel, Launch, TableLaunch
+from te_core.runtime import Runtime
+from te_core.tape.tape import Tape
+from te_core.tensor import Tensor
+
+#: The steps of a tape that a device is given.
+_LAUNCHES = (Launch, TableLaunch, Multiplied, Attended, Fill)
+
+
+@dataclass
+class Counts:
+    """What was counted since the block began. On the host runtime nothing is launched, and nobody waits."""
+
+    to_device: int = 0  # copies from the host; by the host's runtime, copies of what it is given
+    to_host: int = 0
+    allocations: int = 0  # of tensors, by whatever allocator; scratch memory where it grows
+    launches: int = 0  # of kernels, products, graphs of attention; fills
+    waits: int = 0  # of the host for a device, or for what another library computes
+
+
+def _replayed(tape: Tape, *_: Any) -> dict[str, int]:
+    return {"allocations": len(tape.takes), "launches": sum(isinstance(step, _LAUNCHES) for step in tape.steps)}
+
+
+def _allocated(rt: Runtime, *_: Any) -> dict[str, int]:
+    return {"allocations": rt.device.kind != "meta"}
+
+
+def _launched(kernel: Kernel, rt: Runtime, *_: Any) -> dict[str, int]:
+    return {"launches": rt.recorder is None}
+
+
+def _filled(rt: Runtime, out: Tensor) -> dict[str, int]:
+    return {"launches": bool(out.size) and rt.recorder is None}
+
+
+def _copied(rt: Runtime, tensor: Tensor) -> dict[str, int]:
+    return {"to_host": bool(tensor.size)}
+
+
+def _always(what: str) -> Callable[..., dict[str, int]]:
+    return lambda *_: {what: 1}
+
+
+#: What is exchanged: (where it is, its name, what a call of it adds).
+_WATCHED: tuple[tuple[Any, str, Callable[..., dict[str, int]]], ...] = (
+    (Runtime, "empty", _allocated),
+    (Tape, "replay", _replayed),
+    (Kernel, "__call__", _launched),
+    (Kernel, "_launch_with", _always("launches")),
+    (Prepared, "run", _always("launches")),
+    (Handle, "execute", _always("launches")),
+    (cuda, "zero", _filled),
+    (host, "copy_from_host", _always("to_device")),
+    (host, "copy_to_host", _copied),
+    (Driver, "copy_to_device", _always("to_device")),
+    (Driver, "copy_to_host", _always("to_host")),
+    (Driver, "synchronize", _always("waits")),
+    (Driver, "elapsed_ms", _always("waits")),
+    (arrays, "_finished", _always("waits")),
+    (arrays._CupyMemory, "record_stream", _always("waits")),
+)
+
+_lock = RLock()
+_counting: list[Counts] = []
+_before: list[Any] = []  # what was exchanged
+
+
+def _counts(function: Any, adds: Callable[..., dict[str, int]]) -> Any:
+    @wraps(function)
+    def counting(*given: Any, **named: Any) -> Any:
+        added = adds(*given)
+        with _lock:
+            for counts in _counting:
+                for name, number in added.items():
+                    setattr(counts, name, getattr(counts, name) + number)
+        return function(*given, **named)
+
+    return counting
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Count within the block. Blocks may lie in one another, and in several threads: each counts all."""
+    counts = Counts()
+    with _lock:
+        if not _counting:
+            _before.extend(getattr(place, name) for place, name, _ in _WATCHED)
+            for (place, name, adds), function in zip(_WATCHED, _before, strict=True):
+                setattr(place, name, _counts(function, adds))
+        _counting.append(counts)
+    try:
+        yield counts
+    finally:
+        with _lock:
+            _counting[:] = [other for other in _counting if other is not counts]
+            if not _counting:
+                for (place, name, _), function in zip(_WATCHED, _before, strict=True):
+                    setattr(place, name, function)
+                _before.clear()
