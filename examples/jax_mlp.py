@@ -9,15 +9,14 @@ try:
 except ImportError as error:
     sys.exit(f"jax_mlp.py: {error}. Install it: pip install jax")
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "bindings" / "jax"))  # runs from a clone that nobody installed, too
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone that nobody installed, too
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "bindings" / "jax"))
 import te_jax as te
 
 from te_core.recipe import DelayedScaling
 
 keys = jax.random.split(jax.random.key(0), 5)
-x, wide, deep = (jax.random.normal(k, s) for k, s in zip(keys, ((2304, 16), (16, 32), (32, 16))))
+x, wide, deep = (jax.random.normal(k, s) for k, s in zip(keys, ((2304, 16), (16, 32), (32, 16)), strict=False))
 target = jnp.tanh(x @ wide / 4) @ deep / 6  # what there is to be learnt
 p = {"w1": jax.random.normal(keys[3], (16, 2, 128)) * 0.1, "w2": jax.random.normal(keys[4], (128, 16)) * 0.1}
 p["gamma"] = jnp.ones(16)

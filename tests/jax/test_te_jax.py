@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -474,3 +477,9 @@ def test_a_second_process_takes_the_program_from_the_disk(tmp_path: Path) -> Non
     ran = [programs.python(code, path=str(programs.ROOT / "bindings" / "jax"), fresh=True) for _ in range(2)]
     assert [r.returncode for r in ran] == [0, 0], ran[1].stderr[-2000:]
     assert ran[0].stdout == ran[1].stdout and any(tmp_path.iterdir())
+
+
+def test_the_example_learns() -> None:
+    path = programs.ROOT / "examples" / "jax_mlp.py"
+    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)
+    assert ran.returncode == 0 and len(re.findall(r"loss \d", ran.stdout)) == 5, ran.stderr
