@@ -123,6 +123,54 @@ def test_equal_bits(name: str, recipe: Recipe | None) -> None:
             equal(getattr(state, part), host(getattr(other, part)))
 
 
+def whole_params(mlp: bool) -> dict[str, Any]:
+    """Of attention with four heads of 8 in two groups, or of a layer around it."""
+    if not mlp:
+        shapes: dict[str, Any] = {"qkv_weight": (64, 32), "qkv_bias": (64,), "proj_weight": (32, 32)}
+    else:
+        shapes = {
+            "layernorm_qkv_layer_norm_weight": (32,), "layernorm_qkv_weight": (64, 32), "proj_weight": (32, 32),
+            "layernorm_mlp_layer_norm_weight": (32,), "layernorm_mlp_fc1_weight": (128, 32),
+            "layernorm_mlp_fc2_weight": (32, 64), "layernorm_mlp_fc2_bias": (32,),
+        }  # fmt: skip
+    return {n: drawn(*shape, seed=i, size=0.3) + ("norm_weight" in n) for i, (n, shape) in enumerate(shapes.items())}
+
+
+@pytest.mark.parametrize("recipe", [None, DELAYED], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("name", ["multihead_attention", "transformer_layer"])
+def test_whole_layers(name: str, recipe: Recipe | None) -> None:
+    params, x = whole_params(name == "transformer_layer"), drawn(8, 2, 32)
+    options: dict[str, Any] = {"num_attention_heads": 4, "num_gqa_groups": 2}
+    if name == "transformer_layer":
+        options |= {"normalization": "RMSNorm", "activation": "swiglu"}
+    ours, theirs = getattr(te, name), getattr(fn, name)
+    state = scaling_of(recipe, ours)
+    other = None if state is None else fn.Scaling(recipe, theirs, like=x)
+    for step in range(2):
+        y, back = theirs(x, **params, **options, recipe=recipe, scaling=other)
+        dy = drawn(*y.shape, seed=step)
+        grads = back(dy)
+        if other is not None:
+            fn.update(other)
+        call = lambda x, p, scaling: ours(x, p, recipe=recipe, scaling=scaling, **options)  # noqa: E731
+        found, (dx, of_params), state = by_jax(call, dy, state, (x, params))
+        equal(found, host(y))
+        for key, grad in grads.items():
+            equal(dx if key == "x" else of_params[key], host(grad))
+        for part in () if other is None else NAMES:
+            equal(getattr(state, part), host(getattr(other, part)))
+    with pytest.raises(ArgumentError, match="a dict by"):
+        ours(x, {"weight": x})
+
+
+def test_parts_of_a_layer_drop_by_themselves() -> None:
+    params, x = whole_params(True), drawn(8, 2, 32)
+    options: dict[str, Any] = {"num_attention_heads": 4, "num_gqa_groups": 2, "normalization": "RMSNorm"}
+    options |= {"activation": "swiglu", "hidden_dropout": 0.5, "attention_dropout": 0.1}
+    one, again, other = (te.transformer_layer(x, params, seed=jax.random.key(i), **options) for i in (1, 1, 2))
+    assert np.array_equal(one, again) and not np.array_equal(one, other)
+
+
 @pytest.mark.parametrize("shape", [((1, 2), (0, 1)), ((-2, -1), (0, 1))])
 def test_several_contracting_dimensions(shape: Any) -> None:
     y = te.dense(drawn(5, 4, 8), drawn(4, 8, 3, 6, seed=1), contracting_dims=shape)
@@ -431,6 +479,14 @@ def test_refused() -> None:
             wrong()
     with pytest.raises(UnsupportedError, match="whose quantizers are functions|function of the user"):
         te.scaling(DelayedScaling(amax_compute_algo=lambda history: history[0]), te.dense)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="hardware: a GPU cannot tell without waiting")
+def test_lengths_that_lead_out_of_the_arrays() -> None:
+    q = drawn(2, 16, 4, 32)
+    wrong = te.SequenceDescriptor.from_seqlens(jnp.asarray([3, 1000], jnp.int32))
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="cu_seqlens"):
+        jax.block_until_ready(jax.jit(lambda q: te.fused_attn((q, q, q), None, wrong, attn_mask_type="padding"))(q))
 
 
 def test_an_error_in_a_call_is_an_error_of_xlas(monkeypatch: pytest.MonkeyPatch) -> None:

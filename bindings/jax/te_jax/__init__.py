@@ -6,6 +6,7 @@ from te_jax.layers import activation, dense, layernorm, layernorm_dense, layerno
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.record import explain
 from te_jax.state import Scaling, scaling
+from te_jax.whole import multihead_attention, transformer_layer
 
 __all__ = [
     "AttnBiasType",
@@ -24,6 +25,8 @@ __all__ = [
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",
+    "multihead_attention",
     "quantize",
     "scaling",
+    "transformer_layer",
 ]

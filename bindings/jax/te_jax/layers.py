@@ -23,7 +23,7 @@ from te_jax.state import Scaling
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _is(layer: str) -> Callable[[F], F]:
+def of_layer(layer: str) -> Callable[[F], F]:
     """Of which layer of the table a function is: a scaling state belongs to it."""
 
     def marked(function: F) -> F:
@@ -50,28 +50,33 @@ def call_layer(
     whole = Layered.of(name, options, recipe, given)
     if whole.history:
         if not isinstance(scaling, Scaling):
-            do = f"make it once: scaling = te_jax.scaling(recipe, te_jax.{_NAMES[name]})"
+            do = f"make it once: scaling = te_jax.scaling(recipe, te_jax.{_NAMES.get(name, name)})"
             raise ArgumentError(name, f"scaling={scaling!r}", "the state of this layer and recipe", do)
         if scaling.rule.layer != name or scaling.rule.serial != whole.precision.serial:  # type: ignore[union-attr]
             do = "make a state for this layer and recipe"
-            raise ArgumentError(name, f"{scaling!r} of another layer or recipe", f"a state of {_NAMES[name]}", do)
+            raise ArgumentError(
+                name, f"{scaling!r} of another layer or recipe", f"a state of {_NAMES.get(name, name)}", do
+            )
         given["scaling"] = scaling.entered()
     if seed is not None:
-        given["seed"] = _seed(name, seed)
+        given["seed"] = _seed(name, seed, whole.named.pairs)
     outputs: tuple[Any, ...] = layered(whole, alike(given))
     return outputs
 
 
-def _seed(operation: str, seed: Any) -> Any:
-    """Two int64 as te_core reads them, the second one 0, from two uint32."""
+def _seed(operation: str, seed: Any, pairs: tuple[int, ...]) -> Any:
+    """Pairs of int64 (seed, 0) as te_core reads them, as uint32: one for each part of a layer that draws."""
     array = jax.random.key_data(seed) if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) else jnp.asarray(seed)
     if array.shape != (2,) or array.dtype != jnp.uint32:
         got, allowed = f"seed = {array.dtype}{list(array.shape)}", "a key of jax.random, or two uint32"
         raise ArgumentError(operation, got, allowed, "pass another key in each step")
-    return jnp.concatenate([array, jnp.zeros(2, jnp.uint32)])
+    if len(pairs) == 1:
+        return jnp.concatenate([array, jnp.zeros(2, jnp.uint32)])
+    apart = jnp.arange(pairs[0], dtype=jnp.uint32) << 28
+    return jnp.stack([array[0] + 0 * apart, array[1] ^ apart, 0 * apart, 0 * apart], 1)
 
 
-_NAMES = {"linear": "dense", "layernorm_linear": "layernorm_dense", "layernorm_mlp": "layernorm_mlp"}
+_NAMES = {"linear": "dense", "layernorm_linear": "layernorm_dense"}  # by the table's, where they differ
 
 
 def _matrix(operation: str, kernel: Any, axes: Sequence[int]) -> Any:
@@ -83,7 +88,7 @@ def _matrix(operation: str, kernel: Any, axes: Sequence[int]) -> Any:
     return kernel.reshape(prod(kernel.shape[:count]), prod(kernel.shape[count:]))
 
 
-@_is("linear")
+@of_layer("linear")
 def dense(
     x: Any,
     kernel: Any,
@@ -136,7 +141,7 @@ def layernorm(
     return y
 
 
-@_is("layernorm_linear")
+@of_layer("layernorm_linear")
 def layernorm_dense(
     x: Any,
     kernel: Any,
@@ -190,7 +195,7 @@ def activation(x: Any, activation_type: Any) -> Any:
     return y
 
 
-@_is("layernorm_mlp")
+@of_layer("layernorm_mlp")
 def layernorm_mlp(
     x: Any,
     gamma: Any,

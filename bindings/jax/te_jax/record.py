@@ -16,7 +16,6 @@ import te_core
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import LibraryError, UnsupportedError
-from te_core.functional.contract import check_offsets
 from te_core.runtime import Runtime
 from te_core.tape.hosted import Hosted, hosted
 from te_core.tape.recorder import record
@@ -104,8 +103,7 @@ class Program(NamedTuple):
 class Work:
     """A function of te_core on operands: `build` makes of their tensors its arguments and options.
 
-    `written`: the operands that it writes into, which are results, too. `offsets`: operands that are running sums of
-    lengths, each with its name and the most that it may come to.
+    `written`: the operands that it writes into, which are results, too.
     """
 
     def __init__(
@@ -116,10 +114,9 @@ class Work:
         build: Callable[[Runtime, list[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
         content: str,
         written: Sequence[int] = (),
-        offsets: Sequence[tuple[int, str, int]] = (),
     ) -> None:
         self.name, self.function, self.build = name, function, build
-        self.operands, self.written, self.offsets = tuple(operands), tuple(written), tuple(offsets)
+        self.operands, self.written = tuple(operands), tuple(written)
         whole = f"{te_core.__version__} {name} {content} {self.operands} {self.written}"
         self.digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
         self._programs: dict[Device, Program] = {}
@@ -189,9 +186,6 @@ class Work:
         """Carry it out on the addresses of the operands that are used, of the written ones again, of the results."""
         program = self.on(device)
         given = dict(zip(self.used, addresses, strict=False))
-        if device is CPU:  # a GPU cannot tell without waiting
-            for number, name, most in self.offsets:
-                check_offsets(self.name, name, Tensor(given[number], *self.operands[number], CPU, None), most)
         at = [given[number] + offset for number, offset in program.places]
         at += addresses[len(self.used) + len(self.written) :]
         if device is not CPU and any(address % _ALIGNMENT for address in at):

@@ -12,10 +12,11 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from te_core import dtypes, functional
+from te_core import dtypes
 from te_core.calls import call, precision_of
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.functional.function import Function
+from te_core.functional.named import Named
+from te_core.layers.table import LAYERS
 from te_core.quantize.state import Scales
 from te_core.recipe import Recipe
 from te_core.runtime import Runtime
@@ -109,16 +110,14 @@ class Layered:
     def __init__(
         self, name: str, options: Mapping[str, Any], recipe: Recipe | None, given: tuple[tuple[str, Array], ...]
     ) -> None:
-        self.function: Function = getattr(functional, name)
+        self.named = Named(LAYERS[name])
         self.name, self.recipe, self.given = name, recipe, given
-        self.layer, self.options = self.function.layer, dict(options)
+        self.layer, self.options = self.named.layer, dict(options)
         self.precision = precision_of(name, recipe)
         rt = record.runtime(CPU)
         tensors = self._tensors([Tensor(1 << 20, *array, CPU, object()) for _, array in given])
-        settled = self.function._check(tensors, self.options, self.precision, rt)
-        places = {n: i for i, (n, _) in enumerate(given)}
-        self.offsets = [(places[n], n, most) for n, most in self.function._offsets(tensors, settled)]
-        self.options |= self.function._implied(tensors, self.options, rt)
+        self.named.check(tensors, self.options, self.precision, rt)
+        self.options |= self.named.implied(tensors, self.options, rt)
         self.sides: dict[Any, Sides] = {}
 
     @classmethod
@@ -136,7 +135,7 @@ class Layered:
         return self.precision is not None and self.precision.history is not None
 
     def _tensors(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        found: dict[str, Any] = dict.fromkeys(self.function._arguments)
+        found: dict[str, Any] = dict.fromkeys(self.named.arguments)
         return found | dict(zip((name for name, _ in self.given), tensors, strict=False))
 
     def wanting(self, needs: frozenset[str], seen: bool) -> Sides:
@@ -156,7 +155,7 @@ class Sides:
         operands = [array for _, array in whole.given]
         self._random = len(operands) if self.call.draws else None
         if self.call.draws:
-            operands.append(Array((2,), dtypes.int64))
+            operands.append(Array(whole.named.pairs, dtypes.int64))
         self._state = len(operands)
         written: tuple[int, ...] = ()
         if whole.history:
@@ -167,7 +166,7 @@ class Sides:
         content = f"{whole.options} {sorted(needs)} {whole.recipe}"
         function = partial(self.call.forward.function, spec=self.call.spec)
         name = f"{whole.name} forward"
-        self.forward = Work(name, function, operands, self._forward_call, content, written, whole.offsets)
+        self.forward = Work(name, function, operands, self._forward_call, content, written)
         outputs, _ = self.forward.standing()
         self.outputs: list[Any] = [self.forward.where(t) for t in outputs]
         self._content = content
@@ -185,8 +184,8 @@ class Sides:
 
     def _forward_call(self, rt: Runtime, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         seed = None if self._random is None else tensors[self._random]
-        named = self.whole._tensors(tensors)
-        return tuple(self.whole.function._placed(named, self.call, seed, rt)), self._scales(tensors)
+        given = self.whole._tensors(tensors)
+        return tuple(self.whole.named.placed(given, self.call, seed, rt)), self._scales(tensors)
 
     def _backward_call(self, rt: Runtime, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         count = len(self.outputs)
@@ -211,7 +210,7 @@ class Sides:
     def gradients(self) -> dict[str, Part]:
         """The parts of backward's results that are gradients, by name of what."""
         found: Any = self.backward.standing()
-        named = zip(self.whole.function._gradients, found, strict=False)
+        named = zip(self.whole.named.gradients, found, strict=False)
         placed = {name: self.backward.where(t) for name, t in named if name in self.needs}
         return {name: at for name, at in placed.items() if at is not None}
 

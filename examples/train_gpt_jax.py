@@ -1,0 +1,106 @@
+"""Train the small GPT of examples/gpt_jax.py on the text in examples/text, in JAX: in FP8, then in bf16 beside it.
+
+Runs on JAX's first device: on the CPU with te_core's reference backend. Sizes are those of examples/train_gpt.py.
+
+    python examples/train_gpt_jax.py --recipe current --steps 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # before NumPy is imported: as in train_gpt.py
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone that nobody installed, too
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "bindings" / "jax"))
+
+from examples.arguments import UserError, mistakes_end, positive, rate, seed, writable
+from examples.progress import Progress
+from examples.settings import DEFAULTS, RECIPES, TEXT, GPTConfig, Settings, check, learnt, read_text
+from examples.train_gpt import NAMES, write_csv, write_curve
+
+PROGRAM = "train_gpt_jax.py"
+WARMUP = 20
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options; what is left out is None."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", choices=[n for n in RECIPES if n != "nvfp4"], help="none: bf16 only (delayed)")
+    for name in ("steps", "layers", "hidden", "heads", "batch", "sequence"):
+        usual = f"({getattr(DEFAULTS['cpu'], name)} on a CPU, {getattr(DEFAULTS['cuda'], name)} on a GPU)"
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help=usual)
+    parser.add_argument("--lr", dest="rate", type=rate, metavar="X", help="highest learning rate")
+    parser.add_argument("--seed", type=seed, metavar="N", help="of weights and batches (0)")
+    parser.add_argument("--text", type=Path, default=TEXT, help="file to learn")
+    parser.add_argument("--out", type=Path, default=Path("build/train_jax"), help="folder of the results")
+    parser.add_argument("--no-compare", action="store_true", help="leave the bf16 run out")
+    return parser.parse_args(arguments)
+
+
+def train(settings: Settings, text: Any) -> dict[str, Any]:
+    """A run, with a bar; its name, its losses, and how fast it was."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from examples import gpt_jax
+
+    s, recipe = settings, RECIPES[settings.recipe]
+    config = GPTConfig(s.layers, s.hidden, s.heads)
+    step, scaling = gpt_jax.training_step(config, recipe), gpt_jax.states(config, recipe)
+    params = gpt_jax.parameters(config, s.seed)
+    moments, draw = gpt_jax.moments_of(params), np.random.default_rng(s.seed)
+    bar, losses, begin = Progress(NAMES[s.recipe], s.steps), [], time.perf_counter()
+    for number in range(s.steps):
+        starts = draw.integers(len(text) - s.sequence, size=(s.batch, 1))
+        tokens = jnp.asarray(text[starts + np.arange(s.sequence + 1)], jnp.int32)
+        warm = min((number + 1) / min(WARMUP, max(1, s.steps // 10)), max(0.05, 1 - number / s.steps))
+        params, moments, scaling, value = step(params, moments, scaling, tokens, number, s.rate * warm)
+        losses.append(float(value))
+        if number == 0:
+            begin = time.perf_counter()
+        speed = number * s.batch * s.sequence / max(1e-9, time.perf_counter() - begin)
+        bar.show(number + 1, f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
+    return {"name": NAMES[s.recipe], "losses": losses, "tokens_per_second": speed}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, compare, report."""
+    options = parse(arguments)
+    with mistakes_end(PROGRAM):
+        try:
+            import jax
+        except ImportError as error:
+            raise UserError(f"{error}. Install it: pip install jax") from error
+        import numpy as np
+
+        kind = "cpu" if jax.default_backend() == "cpu" else "cuda"
+        given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)}
+        settings = dataclasses.replace(DEFAULTS[kind], **{n: v for n, v in given.items() if v is not None})
+        tokens = np.frombuffer(read_text(options.text), np.uint8)
+        check(settings, len(tokens))
+        writable(options.out, ["loss.csv", "loss.png"])
+        names = [settings.recipe] + ["none"] * (not options.no_compare and settings.recipe != "none")
+        print(f"Training on {jax.devices()[0].device_kind}: {options.text.name}", flush=True)
+        part = tokens[: learnt(len(tokens))]
+        results = [train(dataclasses.replace(settings, recipe=name), part) for name in names]
+    share = np.bincount(tokens, minlength=256) / len(tokens)
+    entropy = float(-(share[share > 0] * np.log(share[share > 0])).sum())
+    written = [write_csv(options.out / "loss.csv", results), write_curve(options.out / "loss.png", results, entropy)]
+    count = max(1, settings.steps // 10)
+    for result in results:
+        last = sum(result["losses"][-count:]) / count
+        print(f"  {result['name']:12s} training loss {last:.4f}, {result['tokens_per_second']:,.0f} tokens/s")
+    print(f"  unigram entropy {entropy:.4f}. Written: {', '.join(str(path) for path in written if path)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

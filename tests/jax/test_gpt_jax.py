@@ -1,0 +1,75 @@
+"""The small GPT in JAX learns as the one in torch does, from the same weights and batches: the losses of both agree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import torch  # noqa: E402
+
+from examples import gpt_jax  # noqa: E402
+from examples.settings import RECIPES, TEXT, Settings  # noqa: E402
+from examples.training import Text, Trainer, schedule  # noqa: E402
+from tests import programs  # noqa: E402
+
+STEPS = 12
+
+
+def by_torch(settings: Settings) -> tuple[list[float], Any, list[Any]]:
+    """(losses, the weights before, the batches)."""
+    trainer = Trainer(settings, Text(TEXT, torch.device("cpu")), torch.device("cpu"))
+    entries = {n: jnp.asarray(p.detach().numpy()) for n, p in trainer.model.named_parameters()}
+    layers: list[dict[str, Any]] = [{} for _ in range(settings.layers)]
+    for name, array in entries.items():
+        if name.startswith("blocks."):
+            number, *path = name.split(".")[1:]
+            layers[int(number)]["_".join(path[-2:])] = array
+    params = {"embedding": entries["embedding.weight"], "norm": entries["norm.weight"], "layers": layers}
+    batches = []
+    draw = trainer.text.batch
+
+    def noted(*arguments: Any) -> torch.Tensor:
+        batches.append(draw(*arguments))
+        return batches[-1]
+
+    trainer.text.batch = noted  # type: ignore[method-assign]
+    trainer.train()
+    return trainer.losses, params, [jnp.asarray(b.numpy(), jnp.int32) for b in batches]
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
+def test_losses_agree(recipe: str, seed: int, request: pytest.FixtureRequest) -> None:
+    full = request.config.getoption("--full")
+    steps = 300 if full else STEPS
+    s = Settings(recipe=recipe, steps=steps, layers=2, hidden=64, heads=2, batch=8, sequence=32, seed=seed)
+    wanted, params, batches = by_torch(s)
+    config = gpt_jax.GPTConfig(s.layers, s.hidden, s.heads)
+    step, scaling = gpt_jax.training_step(config, RECIPES[recipe]), gpt_jax.states(config, RECIPES[recipe])
+    moments, found = gpt_jax.moments_of(params), []
+    for number, tokens in enumerate(batches):
+        speed = s.rate * schedule(number, s.steps)
+        params, moments, scaling, loss = step(params, moments, scaling, tokens, number, speed)
+        found.append(float(loss))
+    assert found[-1] < found[0] - 1
+    np.testing.assert_allclose(found[:STEPS], wanted[:STEPS], rtol=0.01)
+    count = max(1, steps // 10)
+    np.testing.assert_allclose(np.mean(found[-count:]), np.mean(wanted[-count:]), rtol=0.02)
+
+
+def test_the_program(tmp_path: Path) -> None:
+    command = [sys.executable, str(programs.ROOT / "examples" / "train_gpt_jax.py"), "--steps", "12", "--layers", "1"]
+    more = ["--hidden", "32", "--batch", "4", "--sequence", "16", "--out", str(tmp_path)]
+    ran = subprocess.run([*command, *more], capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0 and "FP8 delayed  training loss" in ran.stdout, ran.stderr
+    assert len((tmp_path / "loss.csv").read_text().splitlines()) == 13 and (tmp_path / "loss.png").exists()
+    ran = subprocess.run([*command, "--text", "/nowhere"], capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 2 and "--text names a file to learn" in ran.stderr and "Traceback" not in ran.stderr
