@@ -23,6 +23,7 @@ from te_core import functional as fn  # noqa: E402
 from te_core.functional import arrays  # noqa: E402
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe  # noqa: E402
 from te_core.runtime import Runtime  # noqa: E402
+from te_core.tools.counts import counted  # noqa: E402
 from tests import jax_draws, programs  # noqa: E402
 
 DELAYED = DelayedScaling(amax_history_len=3)
@@ -345,6 +346,18 @@ def test_states_may_be_donated() -> None:
     for _ in range(3):
         (_, (_, ours)), (_, (_, theirs)) = step(P, ours, X), kept(P, theirs, X)
         alike(ours, theirs)
+
+
+def test_steps_copy_nothing_take_no_memory_and_wait_for_nothing() -> None:
+    step, state = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)), donate_argnums=1), None
+    state = jax.tree.map(jnp.copy, te.scaling(DELAYED, te.layernorm_mlp))
+    _, (_, state) = jax.block_until_ready(step(P, state, X))
+    with counted() as counts:
+        for _ in range(50):
+            _, (_, state) = step(P, state, X)
+        jax.block_until_ready(state)
+    assert (counts.to_device, counts.to_host, counts.allocations, counts.waits) == (0, 0, 0, 0)
+    assert (counts.launches > 0) == (jax.default_backend() != "cpu")
 
 
 def test_threads() -> None:

@@ -188,6 +188,8 @@ def _others(spec: Any) -> Iterator[tuple[str, Any]]:
         value = getattr(spec, name)
         if name in _OWN or name == "inspect" or (name == "bias" and isinstance(spec, Needs)):
             continue
+        if name == "turned":  # refused over ranks
+            continue
         changed: list[tuple[str, Any]] = []
         if is_dataclass(value) or hasattr(value, "_fields"):
             changed = [(f"{name}.{where}", other) for where, other in _others(value)]

@@ -58,9 +58,7 @@ def _refuse_partition(ctx: Any, work: Work) -> None:
     manual, mesh = getattr(where, "manual_axes", None), getattr(where, "mesh", None)
     some = manual is not None and mesh is not None and set(manual) != set(mesh.axis_names)
     if devices > 1 or some:
-        over = (
-            f"{devices} devices under jax.jit alone" if devices > 1 else f"shard_map over {sorted(manual or ())} alone"
-        )
+        over = f"{devices} devices under jax.jit alone" if not some else f"shard_map over {sorted(manual or ())} alone"
         allowed = "jax.shard_map over all axes of the mesh, where each device calls with its part"
         raise UnsupportedError(work.name, over, allowed, "wrap the call in jax.shard_map")
 
@@ -162,7 +160,6 @@ class Sides:
             gemms = len(whole.layer.products)
             operands += [Array((slots * gemms,), dtypes.float32) for slots in (3, 3, 2, 2)]
             written = (self._state + 1,) if self._seen else ()
-        self.count = len(operands)
         content = f"{whole.options} {sorted(needs)} {whole.recipe}"
         function = partial(self.call.forward.function, spec=self.call.spec)
         name = f"{whole.name} forward"

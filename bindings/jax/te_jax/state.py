@@ -97,11 +97,10 @@ class Rule:
 
 
 def scaling(recipe: Recipe | None, function: Any, *, axis_names: Any = ()) -> Scaling | None:
-    """A new state of a layer (`te_jax.dense`, `layernorm_dense`, `layernorm_mlp`); None of a recipe without a
-    history."""
+    """A new state for one layer, which is called by this function; None of a recipe without a history."""
     layer = getattr(function, "te_layer", None)
     if layer is None:
-        allowed = "te_jax.dense, te_jax.layernorm_dense or te_jax.layernorm_mlp"
+        allowed = "te_jax.dense, layernorm_dense, layernorm_mlp, multihead_attention or transformer_layer"
         raise ArgumentError("scaling", f"function = {function!r}", allowed, "pass the function that takes this state")
     precision = precision_of("scaling", recipe)
     history = None if precision is None else precision.history
