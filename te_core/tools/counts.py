@@ -87,40 +87,55 @@ _WATCHED: tuple[tuple[Any, str, Callable[..., dict[str, int]]], ...] = (
     (arrays._CupyMemory, "record_stream", _always("waits")),
 )
 
-_lock = RLock()
-_counting: list[Counts] = []
-_before: list[Any] = []  # what was exchanged
+
+class _Watch:
+    """Exchanges the functions while a block counts."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.counting: tuple[Counts, ...] = ()
+        self.before: tuple[Any, ...] = ()  # what was exchanged
+
+    def begin(self, counts: Counts) -> None:
+        """Another block counts."""
+        with self.lock:
+            if not self.counting:
+                self.before = tuple(getattr(place, name) for place, name, _ in _WATCHED)
+                for (place, name, adds), function in zip(_WATCHED, self.before, strict=True):
+                    setattr(place, name, self._counting(function, adds))
+            self.counting += (counts,)
+
+    def end(self, counts: Counts) -> None:
+        """It counts no more."""
+        with self.lock:
+            self.counting = tuple(other for other in self.counting if other is not counts)
+            if not self.counting:
+                for (place, name, _), function in zip(_WATCHED, self.before, strict=True):
+                    setattr(place, name, function)
+                self.before = ()
+
+    def _counting(self, function: Any, adds: Callable[..., dict[str, int]]) -> Any:
+        @wraps(function)
+        def counting(*given: Any, **named: Any) -> Any:
+            added = adds(*given)
+            with self.lock:
+                for counts in self.counting:
+                    for name, number in added.items():
+                        setattr(counts, name, getattr(counts, name) + number)
+            return function(*given, **named)
+
+        return counting
 
 
-def _counts(function: Any, adds: Callable[..., dict[str, int]]) -> Any:
-    @wraps(function)
-    def counting(*given: Any, **named: Any) -> Any:
-        added = adds(*given)
-        with _lock:
-            for counts in _counting:
-                for name, number in added.items():
-                    setattr(counts, name, getattr(counts, name) + number)
-        return function(*given, **named)
-
-    return counting
+_watch = _Watch()
 
 
 @contextmanager
 def counted() -> Iterator[Counts]:
     """Count within the block. Blocks may lie in one another, and in several threads: each counts all."""
     counts = Counts()
-    with _lock:
-        if not _counting:
-            _before.extend(getattr(place, name) for place, name, _ in _WATCHED)
-            for (place, name, adds), function in zip(_WATCHED, _before, strict=True):
-                setattr(place, name, _counts(function, adds))
-        _counting.append(counts)
+    _watch.begin(counts)
     try:
         yield counts
     finally:
-        with _lock:
-            _counting[:] = [other for other in _counting if other is not counts]
-            if not _counting:
-                for (place, name, _), function in zip(_WATCHED, _before, strict=True):
-                    setattr(place, name, function)
-                _before.clear()
+        _watch.end(counts)

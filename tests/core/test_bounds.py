@@ -24,8 +24,6 @@ BOUNDS = {
     "precision.rule_of": "1024, the least recently used goes",
     "quantized.Format._known": "dtypes, scalings and their options",
     "quantized.cached_pieces": "4096, the least recently used goes",
-    "tools.counts._before": "functions that are exchanged while a block counts",
-    "tools.counts._counting": "blocks that count now",
     "tokens._by_token": "living recipes, modules, forks of trackers",
     "recipe_fields._fields": "fields of the recipe classes",
     "tape.recorder._signature": "256",
