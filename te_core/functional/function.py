@@ -40,12 +40,14 @@ class Where(NamedTuple):
         return [None if t is None else self.home.give(t) for t in tensors]
 
 
-class Function(Named):
-    """A layer by its name in `te_core.layers.table.LAYERS`.
+_RETURNS = """
 
-    Returns (y, back), or ((y, ...), back) where options ask for more outputs. `back(dy)` gives the gradients of what
-    `needs` names (all that has one, if it is left out) by name.
-    """
+Returns (y, back), or ((y, ...), back) where options ask for more outputs. `back(dy)` gives the gradients of what
+`needs` names (all that has one, if it is left out) by name."""
+
+
+class Function(Named):
+    """A layer by its name in `te_core.layers.table.LAYERS`, as a function of arrays."""
 
     def __init__(self, name: str) -> None:
         super().__init__(LAYERS[name])
@@ -67,7 +69,7 @@ class Function(Named):
         sizes = [Parameter(_SIZES, optional)] if self.several else []
         named = [Parameter(n, optional, default=None) for n in shared]
         self.__signature__ = Signature(sorted([*kinds, *sizes, *more, *named], key=lambda p: p.kind))
-        self.__doc__ = f"{self.layer.about}. Takes {', '.join(self.arguments)}; {Function.__doc__}"
+        self.__doc__ = f"{self.layer.about}.\n\nTakes {', '.join(self.arguments)}.{_RETURNS}"
 
     def __repr__(self) -> str:
         return f"te_core.functional.{self.__name__}{self.__signature__}"
@@ -198,8 +200,12 @@ class Function(Named):
         op, precision, beside = self.__name__, made.asked.precision, quantized or {}
         if not isinstance(beside, Mapping) or not beside.keys() <= weights.keys():
             got = f"quantized={type(beside).__name__} {[*beside] if isinstance(beside, Mapping) else ''}"
-            raise ArgumentError(op, got, f"a dict by {', '.join(weights)}", "correct the names")
+            names = ", ".join(map(repr, weights))
+            raise ArgumentError(op, got, f"a dict with the keys {names}", "correct the names")
         rule = None if precision is None else precision.weight
+        if precision is None:
+            got, do = "a quantized weight in a call without a recipe", "pass recipe=, by which it was quantized"
+            raise ArgumentError(op, got, "quantized weights beside recipe=", do)
         for name, q in {**{n: w for n, w in weights.items() if isinstance(w, QuantizedTensor)}, **beside}.items():
             right = isinstance(q, QuantizedTensor) and None not in (rule, q.rowwise, q.columnwise, q.block)
             if not right or q.format is not rule.format or q.block.device is not rt.device:  # type: ignore[union-attr]
@@ -247,6 +253,9 @@ class Back:
         where, made = self._where, kept.call
         given = self._gradients_of_outputs(op, dy, kept)
         keywords = dict(kept.keywords)
+        if accumulate and into is None:
+            do = "pass the arrays that are added to"
+            raise ArgumentError(op, "accumulate=True without into", 'into={"weight": array}', do)
         mains = self._into(op, into, accumulate, kept)
         if mains:
             keywords["sinks"] = tuple(mains.get(name) for name in kept.weights)
@@ -264,9 +273,9 @@ class Back:
         count, several = len(kept.outputs), len(kept.outputs) > 1
         parts = list(dy) if several and isinstance(dy, (tuple, list)) else [dy]
         if len(parts) > count or parts[0] is None:
-            raise ArgumentError(
-                op, f"gradients of {len(parts)} outputs", f"{count}, the first one always", "correct dy"
-            )
+            got = f"gradients of {len(parts)} outputs" if len(parts) > count else "None for the first output's gradient"
+            allowed = f"gradients of {count} outputs, None for those behind the first that were not used"
+            raise ArgumentError(op, got, allowed, "correct dy; zeros stand for a first output that was not used")
         found: list[Tensor | None] = []
         for i, part in enumerate(parts):
             shape, dtype = kept.outputs[i]
@@ -275,7 +284,8 @@ class Back:
                 t.shape != shape or t.dtype is not dtype or not t.is_contiguous or t.device is not rt.device
             ):
                 allowed = f"a dense array {shape} of {dtype} on {rt.device}, as the output is"
-                raise ArgumentError(op, f"dy = {t!r}", allowed, "convert dy (astype, ascontiguousarray)")
+                do = "convert dy (reshape, astype, ascontiguousarray)"
+                raise ArgumentError(op, f"dy = {t!r}", allowed, do)
             found.append(t)
         layer = kept.call.layer
         places = len(layer.outputs) + (layer.name == "attention")  # whose second output is not offered
@@ -289,8 +299,9 @@ class Back:
             return found
         if not isinstance(into, Mapping) or not into.keys() <= set(names):
             got = f"into={[*into] if isinstance(into, Mapping) else type(into).__name__}"
-            allowed = f"a dict by {', '.join(names) or 'the weights, of which no gradient is wanted'}"
-            raise ArgumentError(op, got, allowed, "correct the names")
+            keys = ", ".join(map(repr, names)) or "of weights, of which no gradient is wanted here"
+            do = "name weights that are multiplied; add other gradients yourself"
+            raise ArgumentError(op, got, f"a dict with the keys {keys}", do)
         for name, array in into.items():
             t, weight = read(op, f"into[{name!r}]", array), kept.weights[name]
             kinds = (dtypes.float32, kept.call.asked.dtype if isinstance(weight, QuantizedTensor) else weight.dtype)

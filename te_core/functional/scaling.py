@@ -137,6 +137,9 @@ def check_scaling(operation: str, scaling: Any, precision: Precision | None, rt:
             return None
         do = f"make scaling = te.Scaling(recipe, te.{operation}, like=x) once, and pass it to each call"
         raise ArgumentError(operation, "no scaling= for a recipe with a history", "the Scaling of this layer", do)
+    if precision is None:
+        got, do = "scaling= in a call without a recipe", "pass recipe=, or leave scaling out"
+        raise ArgumentError(operation, got, "scaling= beside recipe=", do)
     wanted = f"a Scaling of {operation} with {gemms} products, of this call's recipe, on {rt.device}"
     if not isinstance(scaling, Scaling):
         raise ArgumentError(operation, f"scaling = {type(scaling).__name__}", wanted, "pass te.Scaling(...)")

@@ -507,7 +507,7 @@ MISTAKES = {
         lambda: te.linear(X, te.quantize(W, RECIPES["block"]), recipe=RECIPES["current"]),
         "quantize it by this call's recipe",
     ),
-    "quantized without a recipe": (lambda: te.linear(X, te.quantize(W, RECIPES["current"])), "weight = Quantized"),
+    "quantized without a recipe": (lambda: te.linear(X, te.quantize(W, RECIPES["current"])), "pass recipe="),
     "gated sizes": (
         lambda: te.layernorm_mlp(X, X[0], X[0], fc1_weight=W, fc2_weight=W, activation="swiglu"),
         "fc1_weight of 8 rows",

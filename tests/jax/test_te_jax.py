@@ -393,6 +393,11 @@ def test_autocast() -> None:
         with te.autocast(enabled=False):
             assert np.array_equal(te.dense(X, W), te.dense(X, W, recipe=None))
     assert not np.array_equal(te.dense(X, W), wanted)
+    compiled = jax.jit(te.dense)
+    plain = compiled(X, W)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        assert np.array_equal(compiled(X, W), wanted)  # traced again
+    assert np.array_equal(compiled(X, W), plain)
 
 
 # ------------------------------------------------------------------------------------------------ several devices
@@ -427,6 +432,18 @@ def test_data_parallel() -> None:
             for a, b in zip(jax.tree.leaves(of), jax.tree.leaves(grads), strict=True):
                 np.testing.assert_allclose(a, b, rtol=0.02, atol=2e-4)
             alike(found[i].arrays[:2], wanted.arrays[:2])
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
+def test_a_state_of_all_devices_names_their_axis() -> None:
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), jax.sharding.PartitionSpec
+    use = lambda s, x: jax.lax.pmean(te.dense(x, W, recipe=DELAYED, scaling=s).sum(), "data")  # noqa: E731
+    for state, said in (
+        (te.scaling(DELAYED, te.dense), r"axis_names=\['data'\]"),
+        (te.scaling(DELAYED, te.dense, axis_names="nope"), r"inside of \('data',\)"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            jax.shard_map(jax.grad(use), mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(state, X)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
@@ -466,16 +483,29 @@ def test_refused() -> None:
         jax.vmap(dense)(X)
     with pytest.raises(UnsupportedError, match="second derivative"):
         jax.grad(lambda x: jax.grad(dense)(x).sum())(X)
+    with pytest.raises(UnsupportedError, match="stop_gradient"):
+        jax.grad(lambda x: te.dequantize(te.quantize(x, Float8CurrentScaling())).sum())(X[0])
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(dense, (X,), (X,))
-    state = te.scaling(DELAYED, te.dense)
+    state, spread = te.scaling(DELAYED, te.dense), te.scaling(DELAYED, te.dense, axis_names="data")
+    cast = lambda tree, dtype: jax.tree.map(lambda a: a.astype(dtype), tree)  # noqa: E731
     for wrong, said in (
-        (lambda: te.dense(X[..., :5], W), "(?s)weight.*K = 5"),
+        (lambda: te.dense(X[..., :5], W), "(?s)dense: got kernel.*K = 5"),
         (lambda: te.dense(X, W, contracting_dims=((0,), (0,))), "contracting_dims"),
         (lambda: te.dense(X, W, contracting_dims=((-1,), (1,))), "contracting dimensions"),
         (lambda: te.dense(X.astype(jnp.int32), W), "int32"),
         (lambda: te.dense(X, W, recipe=DELAYED), r"(?s)scaling=None.*te_jax.scaling\(recipe, te_jax.dense\)"),
-        (lambda: te.layernorm_dense(X, W, GAMMA, BETA, recipe=DELAYED, scaling=state), "another layer"),
+        (lambda: te.layernorm_dense(X, W, GAMMA, BETA, recipe=DELAYED, scaling=state), "a state of dense"),
+        (lambda: te.dense(X, W, scaling=state), "(?s)no recipe.*pass recipe="),
+        (lambda: te.dense(X, W, recipe=DelayedScaling(margin=1), scaling=state), "another recipe"),
+        (lambda: te.dense(X, W, recipe=DELAYED, scaling=cast(state, jnp.bfloat16)), r"scale_fwd = bfloat16\[3\]"),
+        (lambda: te.dense(X, W, recipe=DELAYED, scaling=jax.tree.map(lambda a: a[:0], state)), r"scale_fwd"),
+        (lambda: te.dense(X, W, recipe=DELAYED, scaling=jax.tree.map(lambda a: a[None], state)), "one layer's"),
+        (lambda: te.dense(X, W, recipe=DELAYED, scaling=spread), "outside of shard_map"),
+        (lambda: te.dense(X, W, B[:, None]), r"bias \[48, 1\]"),
+        (lambda: te.layernorm_mlp(X, GAMMA, BETA, [W1.swapaxes(1, 2), W2], [B1, B2], "layernorm"), "kernels"),
+        (lambda: te.fused_attn((X, X, X), seed=7, dropout_probability=0.5), "seed = int32"),
+        (lambda: te.autocast(DELAYED).__enter__(), "enabled"),  # type: ignore[arg-type]
         (lambda: te.layernorm(X, GAMMA, BETA, "rmsnorm"), "norm_type"),
         (lambda: te.activation(X, ("gelu", "gelu")), "activation_type"),
         (lambda: te.layernorm_mlp(X, GAMMA, BETA, [W1], [B1, B2], "layernorm"), "1 kernels"),

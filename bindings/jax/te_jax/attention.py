@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_jax.layers import call_layer
+from te_jax.calling import call_layer
 
 
 class AttnBiasType(str, Enum):
@@ -138,7 +138,8 @@ def _check(kind: str, bias: Any, padded: bool, lengths: Any, segments: int) -> N
         got = f"attn_bias_type={kind!r} {'without' if bias is None else 'with'} bias"
         raise ArgumentError("fused_attn", got, "no_bias without, post_scale_bias with one", "correct the bias")
     if padded != isinstance(lengths, SequenceDescriptor):
-        got = f"sequence_descriptor = {type(lengths).__name__} {'with' if padded else 'without'} padding"
+        what = "none" if lengths is None else f"a {type(lengths).__name__}"
+        got = f"{what} as sequence_descriptor {'with' if padded else 'without'} padding"
         do = "pass te_jax.SequenceDescriptor.from_seqlens(...) with padding, and nothing without"
         raise ArgumentError("fused_attn", got, "lengths where there is padding", do)
     if segments != 1:

@@ -2,81 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from te_core.calls import precision_of
 from te_core.errors import ArgumentError
-from te_core.layers.table import LAYERS
-from te_core.quantize.operands import takes_turned
 from te_core.recipe import Recipe
+from te_jax.calling import call_layer, of_layer
 from te_jax.context import chosen
-from te_jax.mesh import alike
-from te_jax.record import note
-from te_jax.rules import Layered, layered
 from te_jax.state import Scaling
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def of_layer(layer: str) -> Callable[[F], F]:
-    """Of which layer of the table a function is: a scaling state belongs to it."""
-
-    def marked(function: F) -> F:
-        function.te_layer = LAYERS[layer]  # type: ignore[attr-defined]
-        return function
-
-    return marked
-
-
-def call_layer(
-    name: str,
-    arrays: dict[str, Any],
-    options: dict[str, Any],
-    recipe: Recipe | None = None,
-    scaling: Scaling | None = None,
-    seed: Any = None,
-) -> tuple[Any, ...]:
-    given = {n: jnp.asarray(a) for n, a in arrays.items() if a is not None}
-    if "turned" in LAYERS[name].options:
-        options["turned"] = takes_turned(precision_of(name, recipe))
-        if not options["turned"]:  # XLA transposes what te_core cannot read as it lies
-            given |= {n: given[n].T for n in LAYERS[name].products}
-            note(f"{name}: XLA transposes kernels for {type(recipe).__name__}, whose weights lie [out, in]")
-    whole = Layered.of(name, options, recipe, given)
-    if whole.history:
-        if not isinstance(scaling, Scaling):
-            do = f"make it once: scaling = te_jax.scaling(recipe, te_jax.{_NAMES.get(name, name)})"
-            raise ArgumentError(name, f"scaling={scaling!r}", "the state of this layer and recipe", do)
-        if scaling.rule.layer != name or scaling.rule.serial != whole.precision.serial:  # type: ignore[union-attr]
-            do = "make a state for this layer and recipe"
-            raise ArgumentError(
-                name, f"{scaling!r} of another layer or recipe", f"a state of {_NAMES.get(name, name)}", do
-            )
-        given["scaling"] = scaling.entered()
-    if seed is not None:
-        given["seed"] = _seed(name, seed, whole.named.pairs)
-    outputs: tuple[Any, ...] = layered(whole, alike(given))
-    return outputs
-
-
-def _seed(operation: str, seed: Any, pairs: tuple[int, ...]) -> Any:
-    """Pairs of int64 (seed, 0) as te_core reads them, as uint32: one for each part of a layer that draws."""
-    array = jax.random.key_data(seed) if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) else jnp.asarray(seed)
-    if array.shape != (2,) or array.dtype != jnp.uint32:
-        got, allowed = f"seed = {array.dtype}{list(array.shape)}", "a key of jax.random, or two uint32"
-        raise ArgumentError(operation, got, allowed, "pass another key in each step")
-    if len(pairs) == 1:
-        return jnp.concatenate([array, jnp.zeros(2, jnp.uint32)])
-    apart = jnp.arange(pairs[0], dtype=jnp.uint32) << 28
-    return jnp.stack([array[0] + 0 * apart, array[1] ^ apart, 0 * apart, 0 * apart], 1)
-
-
-_NAMES = {"linear": "dense", "layernorm_linear": "layernorm_dense"}  # by the table's, where they differ
 
 
 def _matrix(operation: str, kernel: Any, axes: Sequence[int]) -> Any:
@@ -86,6 +22,16 @@ def _matrix(operation: str, kernel: Any, axes: Sequence[int]) -> Any:
         allowed = "the first dimensions of the kernel, in order, and the last ones of x"
         raise ArgumentError(operation, f"contracting dimensions {tuple(axes)} of {kernel.shape}", allowed, "move them")
     return kernel.reshape(prod(kernel.shape[:count]), prod(kernel.shape[count:]))
+
+
+def _vector(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:
+    """A bias of this shape as a vector."""
+    if bias is None:
+        return None
+    bias = jnp.asarray(bias)
+    if bias.shape not in (shape, (prod(shape),)):
+        raise ArgumentError(operation, f"{name} {list(bias.shape)}", f"{list(shape)}, as its kernel has", "correct it")
+    return bias.reshape(-1)
 
 
 @of_layer("linear")
@@ -114,7 +60,7 @@ def dense(
     lead, outer = x.shape[: x.ndim - count], kernel.shape[count:]
     rows = x.reshape(*lead, prod(x.shape[x.ndim - count :]))
     arrays = {"x": rows, "weight": _matrix("dense", kernel, of_kernel)}
-    arrays["bias"] = None if bias is None else jnp.asarray(bias).reshape(-1)
+    arrays["bias"] = _vector("dense", "bias", bias, outer)
     (y,) = call_layer("linear", arrays, {}, chosen(recipe), scaling, seed)
     return y.reshape(*lead, *outer)
 
@@ -162,7 +108,7 @@ def layernorm_dense(
     outer = kernel.shape[1:]
     arrays = {"x": x, "layer_norm_weight": gamma, "layer_norm_bias": beta}
     arrays |= {"weight": _matrix("layernorm_dense", kernel, (0,))}
-    arrays["bias"] = None if bias is None else jnp.asarray(bias).reshape(-1)
+    arrays["bias"] = _vector("layernorm_dense", "bias", bias, outer)
     (y,) = call_layer("layernorm_linear", arrays, options, chosen(recipe), scaling, seed)
     return y.reshape(*y.shape[:-1], *outer)
 
@@ -222,8 +168,13 @@ def layernorm_mlp(
     if any(len(part) != 2 for part in pairs):
         got = f"{len(pairs[0])} kernels and {len(pairs[1])} biases"
         raise ArgumentError("layernorm_mlp", got, "two of each; None for a bias", "correct the lists")
-    w1, w2 = (_matrix("layernorm_mlp", jnp.asarray(k), (0,)) for k in pairs[0])
-    b1, b2 = (None if b is None else jnp.asarray(b).reshape(-1) for b in pairs[1])
+    inner, outer = (jnp.asarray(kernel) for kernel in pairs[0])
+    count = 1 if isinstance(activation_type, str) else len(activation_type)
+    if inner.ndim == 3 and inner.shape[1] != count:
+        got, allowed = f"kernels[0] {list(inner.shape)}", f"[in, {count}, hidden] with {count} activations"
+        raise ArgumentError("layernorm_mlp", got, allowed, "correct kernels[0] or activation_type")
+    w1, w2 = (_matrix("layernorm_mlp", kernel, (0,)) for kernel in (inner, outer))
+    b1, b2 = (_vector("layernorm_mlp", f"biases[{i}]", pairs[1][i], k.shape[1:]) for i, k in enumerate((inner, outer)))
     arrays = {"x": x, "layer_norm_weight": gamma, "layer_norm_bias": beta}
     arrays |= {"fc1_weight": w1, "fc1_bias": b1, "fc2_weight": w2, "fc2_bias": b2}
     (y,) = call_layer("layernorm_mlp", arrays, options, chosen(recipe), scaling, seed)

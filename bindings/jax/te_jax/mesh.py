@@ -8,8 +8,12 @@ from typing import Any
 import jax
 
 
-def axes_of(array: Any) -> frozenset[str]:
-    """The mesh axes along which an array differs."""
+def axes_of(arrays: Any) -> frozenset[str]:
+    """The mesh axes along which one of these arrays differs."""
+    return frozenset().union(*map(_axes_of, jax.tree_util.tree_leaves(arrays)))
+
+
+def _axes_of(array: Any) -> frozenset[str]:
     aval = jax.typeof(array)
     kind = getattr(aval, "manual_axis_type", None)  # since jax 0.10
     found: frozenset[str] = getattr(aval, "vma", frozenset()) if kind is None else kind.varying
@@ -26,5 +30,5 @@ def varying(array: Any, axes: Sequence[str]) -> Any:
 
 def alike(arrays: Any) -> Any:
     """A pytree whose arrays all differ along the axes along which one of them does."""
-    axes = frozenset().union(*map(axes_of, jax.tree_util.tree_leaves(arrays)))
+    axes = axes_of(arrays)
     return jax.tree_util.tree_map(lambda a: varying(a, sorted(axes)), arrays) if axes else arrays

@@ -64,12 +64,15 @@ def _refuse_partition(ctx: Any, work: Work) -> None:
 
 
 def _unbatched(arguments: Any, dimensions: Any, *, work: Work) -> Any:
-    do = "give x a leading dimension more, or use jax.lax.map"
+    do = "give x a leading dimension more, or use jax.lax.map (instead of jax.jacrev: jax.vjp)"
     raise UnsupportedError(work.name, "jax.vmap over it", "calls without vmap", do)
 
 
 def _without_jvp(primals: Any, tangents: Any, *, work: Work) -> Any:
     do = "use jax.grad, once"
+    if work.name in ("quantize", "dequantize"):
+        do = "pass jax.lax.stop_gradient(x)"
+        raise UnsupportedError(work.name, "a derivative of it", "calls without derivatives", do)
     raise UnsupportedError(work.name, "a second derivative, or forward mode", "first derivatives by jax.vjp", do)
 
 

@@ -19,7 +19,7 @@ from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import Recipe
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-from te_jax.mesh import varying
+from te_jax.mesh import axes_of, varying
 from te_jax.record import Array, Work
 from te_jax.rules import bind
 
@@ -53,14 +53,33 @@ class Scaling:
         """See jax.tree_util."""
         return cls(tuple(arrays), rule)
 
-    def entered(self) -> tuple[Any, ...]:
-        """The arrays for a layer's call. Layers of one trace share them: so the maxima of a layer that is used twice
-        add up before the update."""
+    def entered(self, operation: str, given: Any) -> tuple[Any, ...]:
+        """The arrays for a call of a layer on these. Layers of one trace share them: so the maxima of a layer that is
+        used twice add up before the update."""
+        self._check(operation, given)
         trace = get_opaque_trace_state()
         if self._entered is None or self._entered[0] != trace:
             self._entered = trace, _entered(self.rule, self.arrays)
         found: tuple[Any, ...] = self._entered[1]
         return found
+
+    def _check(self, operation: str, given: Any) -> None:
+        rule = self.rule
+        for name, array, shape in zip(NAMES, self.arrays, rule.shapes(), strict=True):
+            if jnp.shape(array) != shape or jnp.result_type(array) != jnp.float32:
+                got = f"{name} = {jnp.result_type(array)}{list(jnp.shape(array))}"
+                do = "pass the state as te_jax.scaling or jax.grad made it; of stacked states, one layer's"
+                raise ArgumentError(operation, got, f"float32{list(shape)}", do)
+        bound = jax.sharding.get_abstract_mesh().manual_axes
+        if not set(rule.axes) <= set(bound):
+            where = f"inside of {tuple(bound)}" if bound else "outside of shard_map"
+            got = f"a state with axis_names={rule.axes} {where}"
+            raise ArgumentError(operation, got, "axes of the jax.shard_map that the call is in", "correct axis_names")
+        apart = axes_of(tuple(given.values())) - axes_of(self.arrays) - set(rule.axes)
+        if apart:
+            got = f"one state for all devices along {sorted(apart)}, without axis_names"
+            do = f"make it with te_jax.scaling(recipe, function, axis_names={sorted(apart)})"
+            raise ArgumentError(operation, got, "states whose maxima are taken over these axes", do)
 
     def __repr__(self) -> str:
         return f"Scaling({self.rule.layer}, {self.rule.gemms} products, {self.rule.length} rows)"
@@ -86,6 +105,11 @@ class Rule:
             ]
         return self._updates
 
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the arrays of a state."""
+        widths = [self.gemms * slots for slots in (FORWARD_SLOTS, BACKWARD_SLOTS)]
+        return [shape for n in widths for shape in ((n,), (self.length, n))]
+
     def _key(self) -> Any:
         return self.layer, self.gemms, self.axes, self.serial
 
@@ -110,12 +134,9 @@ def scaling(recipe: Recipe | None, function: Any, *, axis_names: Any = ()) -> Sc
         do = 'choose amax_compute_algo="max" or "most_recent", without scaling_factor_compute_algo'
         raise UnsupportedError("scaling", "a recipe with a function of the user's", "recipes without", do)
     axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
-    gemms = len(layer.products)
-    arrays = []
-    for slots in (FORWARD_SLOTS, BACKWARD_SLOTS):
-        n = gemms * slots
-        arrays += [jnp.ones(n, jnp.float32), jnp.zeros((history.length, n), jnp.float32)]
-    return Scaling(tuple(arrays), Rule(layer.name, gemms, precision, axes))
+    rule = Rule(layer.name, len(layer.products), precision, axes)
+    arrays = tuple((jnp.ones if len(s) == 1 else jnp.zeros)(s, jnp.float32) for s in rule.shapes())
+    return Scaling(arrays, rule)
 
 
 def _update(slots: int, rows: int, algo: Any, limit: float) -> Work:

@@ -8,8 +8,8 @@ from typing import Any
 from te_core.errors import ArgumentError
 from te_core.layers.table import LAYERS
 from te_core.recipe import Recipe
+from te_jax.calling import call_layer, of_layer
 from te_jax.context import chosen
-from te_jax.layers import call_layer, of_layer
 from te_jax.state import Scaling
 
 
