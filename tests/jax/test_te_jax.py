@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -520,6 +521,11 @@ def test_refused() -> None:
     ):
         with pytest.raises(ArgumentError, match=said):
             wrong()
+    for name in ("grouped_dense", "softmax", "MeshResource"):
+        with pytest.raises(UnsupportedError, match=f"(?s)te_jax.{name}.*To do: use"):
+            getattr(te, name)(X)
+    with pytest.raises(ImportError, match="te_jax.flax.*To do"):
+        importlib.import_module("te_jax.flax")
     with pytest.raises(UnsupportedError, match="whose quantizers are functions|function of the user"):
         te.scaling(DelayedScaling(amax_compute_algo=lambda history: history[0]), te.dense)
 

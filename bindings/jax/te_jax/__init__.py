@@ -3,6 +3,7 @@
 from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
 from te_jax.context import autocast
 from te_jax.layers import activation, dense, layernorm, layernorm_dense, layernorm_mlp
+from te_jax.not_built import MeshResource, grouped_dense, softmax
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.record import explain
 from te_jax.state import Scaling, scaling
@@ -12,6 +13,7 @@ __all__ = [
     "AttnBiasType",
     "AttnMaskType",
     "AttnSoftmaxType",
+    "MeshResource",
     "QKVLayout",
     "Quantized",
     "Scaling",
@@ -22,11 +24,13 @@ __all__ = [
     "dequantize",
     "explain",
     "fused_attn",
+    "grouped_dense",
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",
     "multihead_attention",
     "quantize",
     "scaling",
+    "softmax",
     "transformer_layer",
 ]
