@@ -21,7 +21,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from te_core import device, dtypes, libraries
-from te_core.backends.cuda import attention, context, gemm_tune, quantize_grouped
+from te_core.backends.cuda import attention, context, gemm_tune, quantize, quantize_grouped
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.device import DeviceInfo
 from te_core.driver import _SIGNATURES, Driver
@@ -350,6 +350,8 @@ _TABLES = {
 
 #: Of those whose table begins with its addresses: all of it, and how many these are.
 _HEADED = {"context_lengths": (context._TABLE, 3), "context_draws": (context._DRAWS, 2)}
+#: Of those that are rows alone, the last of them zeros: a row, and how many addresses it begins with.
+_ROWS = {"scale_update": (quantize._STATE, 3)}
 
 
 def table(text: str, entry: str, at: int) -> tuple[dict[str, int], list[Any]]:
@@ -358,6 +360,12 @@ def table(text: str, entry: str, at: int) -> tuple[dict[str, int], list[Any]]:
         whole, pointers = _HEADED[entry]
         values = whole.unpack(ctypes.string_at(at, whole.size))
         return {f"{i}": values[i] for i in range(pointers)}, list(values[pointers:])
+    if entry in _ROWS:
+        form, pointers = _ROWS[entry]
+        whole = dict(ast.literal_eval(text)[1])["CAPACITY"] * form.size
+        rows = [row for row in form.iter_unpack(ctypes.string_at(at, whole)) if row[0]]
+        addresses = {f"{i}.{k}": row[k] for i, row in enumerate(rows) for k in range(pointers)}
+        return addresses, [value for row in rows for value in row[pointers:]]
     form, pointers, behind, counts, room = _TABLES[entry]
     size = dict(ast.literal_eval(text)[1]).get("CAPACITY") if room is None else room
     tail = behind.unpack(ctypes.string_at(at + size * form.size, behind.size))
