@@ -8,7 +8,6 @@ it lies, and where. Addresses are never given twice, so one that is out of date,
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import hashlib
 import itertools
@@ -21,7 +20,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from te_core import device, dtypes, libraries
-from te_core.backends.cuda import attention, context, gemm_tune, quantize, quantize_grouped
+from te_core.backends.cuda import attention, gemm_tune
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.device import DeviceInfo
 from te_core.driver import _SIGNATURES, Driver
@@ -31,6 +30,7 @@ from te_core.runtime import Allocator, Runtime
 from te_core.tensor import Device, Tensor, cuda_device
 from tests.core import fake_cudnn
 from tests.core.fake_cudnn import H200
+from tests.core.fake_tables import table
 
 B200 = DeviceInfo("NVIDIA B200", (10, 0), 148, 126 << 20, 180 << 30, (13, 0))
 #: What both have that decisions about kernels ask for.
@@ -339,39 +339,6 @@ class Binding:
             self.machine.faults.append(f"{self.functions[function]}: an address that is no pointer, in {values}")
         text, entry = self.functions[function]
         self.machine.note("launch", (entry, text, tuple(sizes), shared, *values), addresses, stream)
-
-
-#: Of kernels that take a table by value: an entry, its addresses, the tail, its number that counts entries, their room.
-_TABLES = {
-    "quantize_grouped": (quantize_grouped._MATRIX, 7, quantize_grouped._TAIL, 3, None),
-    "quantize_block_grouped": (quantize_grouped._TILES, 6, quantize_grouped._TAIL, 3, None),
-    "column_sum_grouped": (quantize_grouped._PART, 2, quantize_grouped._PARTS_TAIL, 1, 128),
-}
-
-#: Of those whose table begins with its addresses: all of it, and how many these are.
-_HEADED = {"context_lengths": (context._TABLE, 3), "context_draws": (context._DRAWS, 2)}
-#: Of those that are rows alone, the last of them zeros: a row, and how many addresses it begins with.
-_ROWS = {"scale_update": (quantize._STATE, 3)}
-
-
-def table(text: str, entry: str, at: int) -> tuple[dict[str, int], list[Any]]:
-    """(the addresses in a table at this host address, all else in it)."""
-    if entry in _HEADED:
-        whole, pointers = _HEADED[entry]
-        values = whole.unpack(ctypes.string_at(at, whole.size))
-        return {f"{i}": values[i] for i in range(pointers)}, list(values[pointers:])
-    if entry in _ROWS:
-        form, pointers = _ROWS[entry]
-        whole = dict(ast.literal_eval(text)[1])["CAPACITY"] * form.size
-        rows = [row for row in form.iter_unpack(ctypes.string_at(at, whole)) if row[0]]
-        addresses = {f"{i}.{k}": row[k] for i, row in enumerate(rows) for k in range(pointers)}
-        return addresses, [value for row in rows for value in row[pointers:]]
-    form, pointers, behind, counts, room = _TABLES[entry]
-    size = dict(ast.literal_eval(text)[1]).get("CAPACITY") if room is None else room
-    tail = behind.unpack(ctypes.string_at(at + size * form.size, behind.size))
-    rows = [form.unpack(ctypes.string_at(at + i * form.size, form.size)) for i in range(tail[counts])]
-    addresses = {f"{i}.{k}": row[k] for i, row in enumerate(rows) for k in range(pointers)}
-    return addresses, [*tail, *[value for row in rows for value in row[pointers:]]]
 
 
 class Lt:

@@ -1,4 +1,4 @@
-"""Tapes in a host's memory on a GPU that is not there: the launches of the interpreted call, inside of what was brought."""
+"""Tapes in a host's memory on a GPU that is not there: they launch what the call does, inside of what was brought."""
 
 from __future__ import annotations
 
