@@ -120,7 +120,7 @@ class Work:
         whole = f"{te_core.__version__} {name} {content} {self.operands} {self.written}"
         self.digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
         self._programs: dict[Device, Program] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # destructors may run inside of it
         self.used: tuple[int, ...] = tuple(range(len(self.operands)))
         first = self.on(CPU)
         self.results = first.results
