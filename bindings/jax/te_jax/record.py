@@ -125,7 +125,7 @@ class Work:
         first = self.on(CPU)
         self.results = first.results
         self.used = tuple(sorted({at.number for at in first.places} | set(self.written)))
-        self.block = first.made.block
+        self._order = {number: i for i, number in enumerate(self.used)}
 
     def on(self, device: Device) -> Program:
         """Its program on this device."""
@@ -165,7 +165,15 @@ class Work:
         if device is not CPU and results != self.results:
             got = f"results {results} on {device}, {self.results} on the CPU"
             raise UnsupportedError(self.name, got, "layers whose results have one shape everywhere", "report this")
+        self._compare(device, made)
         return Program(made, places, results, structure)
+
+    def _compare(self, device: Device, made: Hosted) -> None:
+        """A program was lowered for one GPU and may run on another: its block is as large there."""
+        blocks = {p.made.block for d, p in self._programs.items() if d is not CPU and device is not CPU}
+        if blocks - {made.block}:
+            got = f"{made.block} bytes of temporaries on {device}, {max(blocks)} on another GPU"
+            raise UnsupportedError(self.name, got, "GPUs of one kind", "let JAX see GPUs of one kind")
 
     def standing(self) -> Any:
         """What the function returns, over addresses that stand for operands and results."""
@@ -185,8 +193,8 @@ class Work:
     def run(self, device: Device, stream: int, addresses: list[int]) -> None:
         """Carry it out on the addresses of the operands that are used, of the written ones again, of the results."""
         program = self.on(device)
-        given = dict(zip(self.used, addresses, strict=False))
-        at = [given[number] + offset for number, offset in program.places]
+        given = self._order
+        at = [addresses[given[number]] + offset for number, offset in program.places]
         at += addresses[len(self.used) + len(self.written) :]
         if device is not CPU and any(address % _ALIGNMENT for address in at):
             raise LibraryError(self.name, "a buffer that is not aligned", f"{_ALIGNMENT} bytes", "report this")
