@@ -1,6 +1,6 @@
 """Context parallelism against one GPU: attention, and a layer of Llama's shape, forward and backward.
 
-    torchrun --nproc-per-node 2 -m benchmarks.context [--layer]
+    torchrun --nproc-per-node 2 -m benchmarks.context [--layer] [--fp8] [--longest]
 
 Causal, 32 query heads on 8 groups of 128 channels, bfloat16, one sequence. Each rank measures the whole sequence on its
 own GPU, then its part of it. Times are of the slower rank. Peaks are of rank 0, above inputs and weights.
@@ -9,10 +9,12 @@ own GPU, then its part of it. Times are of the slower rank. Peaks are of rank 0,
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import te_torch as te
+from te_core.recipe import DelayedScaling
 
 HEADS, GROUPS, WIDTH = 32, 8, 128
 LENGTHS = (8192, 32768, 131072)
@@ -60,7 +63,7 @@ def measured(step: Callable[[], Any], rounds: int) -> dict[str, float]:
     return {"ms": milliseconds(step, rounds), "peak_mib": peak(step)}
 
 
-def attention(tokens: int, mode: str | None) -> Callable[[], Any]:
+def attention(tokens: int, mode: str | None, recipe: DelayedScaling | None = None) -> Callable[[], Any]:
     """A step of the attention over this many tokens of this rank."""
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     q, k, v = (torch.randn(tokens, 1, n, WIDTH, **options).requires_grad_() for n in (HEADS, GROUPS, GROUPS))
@@ -71,7 +74,9 @@ def attention(tokens: int, mode: str | None) -> Callable[[], Any]:
 
     def step() -> None:
         q.grad = k.grad = v.grad = None
-        module(q, k, v).backward(dy)
+        with te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=dist.group.WORLD):
+            y = module(q, k, v)
+        y.backward(dy)
 
     return step
 
@@ -108,6 +113,33 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def longest(mode: str | None) -> int:
+    """The longest sequence, to 8,192 tokens a rank, of which forward and backward of the layer fit."""
+    world = 1 if mode is None else dist.get_world_size()
+
+    def fits(tokens: int) -> tuple[bool, float]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            layer(tokens, mode)()
+            torch.cuda.synchronize()
+            right = 1
+        except torch.OutOfMemoryError:
+            right = 0
+        all_right = torch.tensor(right, device="cuda")
+        dist.all_reduce(all_right, dist.ReduceOp.MIN)
+        return bool(all_right.item()), torch.cuda.max_memory_allocated()
+
+    short, long = (fits(tokens)[1] for tokens in (32768, 65536))
+    each = (long - short) / 32768  # bytes a token
+    room = torch.cuda.get_device_properties(dist.get_rank()).total_memory - 1.5 * 2**30 - (short - each * 32768)
+    tokens = int(room / each) // 8192 * 8192
+    while not fits(tokens)[0]:
+        tokens -= 8192
+    return tokens * world
+
+
 def exposed(step: Callable[[], Any]) -> float:
     """Of a step's time on this GPU, the share in which a transfer runs and nothing else."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -131,11 +163,16 @@ def exposed(step: Callable[[], Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", action="store_true", help="also a layer of Llama 8B at 32,768 tokens")
+    parser.add_argument("--fp8", action="store_true", help="also attention in FP8 (delayed scaling) at 32,768 tokens")
+    parser.add_argument("--longest", action="store_true", help="the longest sequence of which a step of the layer fits")
     chosen = parser.parse_args()
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank())
     world, rows = dist.get_world_size(), []
-    for name, make, lengths in (("attention", attention, LENGTHS), ("layer", layer, (32768,) * chosen.layer)):
+    low = partial(attention, recipe=DelayedScaling(fp8_dpa=True))
+    cases = [("attention", attention, LENGTHS), ("layer", layer, (32768,) * chosen.layer)]
+    cases.append(("attention, FP8", low, (32768,) * chosen.fp8))
+    for name, make, lengths in cases:
         for tokens in lengths:
             row: dict[str, Any] = {"what": name, "tokens": tokens, "one": measured(make(tokens, None), ROUNDS[tokens])}
             for mode in MODES:
@@ -145,6 +182,8 @@ def main() -> None:
             rows.append(row)
             if dist.get_rank() == 0:
                 print(row, flush=True)
+    if chosen.longest:
+        rows.append({"what": "longest", "one": longest(None), "p2p": longest("p2p")})
     if dist.get_rank() == 0 and "OUT" in os.environ:
         found = {"device": torch.cuda.get_device_name(), "world": world, "torch": torch.__version__, "rows": rows}
         with open(f"{os.environ['OUT']}/context.json", "w") as file:
