@@ -21,6 +21,7 @@ from examples.training import Text, Trainer, schedule  # noqa: E402
 from tests import programs  # noqa: E402
 
 STEPS = 12
+OTHERS = ("none", "current", "block")
 
 
 def by_torch(settings: Settings) -> tuple[list[float], Any, list[Any]]:
@@ -46,7 +47,7 @@ def by_torch(settings: Settings) -> tuple[list[float], Any, list[Any]]:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", *(pytest.param(r, marks=pytest.mark.more) for r in OTHERS)])
 def test_losses_agree(recipe: str, seed: int, request: pytest.FixtureRequest) -> None:
     full = request.config.getoption("--full")
     steps = 300 if full else STEPS
@@ -65,6 +66,7 @@ def test_losses_agree(recipe: str, seed: int, request: pytest.FixtureRequest) ->
     np.testing.assert_allclose(np.mean(found[-count:]), np.mean(wanted[-count:]), rtol=0.02)
 
 
+@pytest.mark.more
 def test_the_program(tmp_path: Path) -> None:
     command = [sys.executable, str(programs.ROOT / "examples" / "train_gpt_jax.py"), "--steps", "12", "--layers", "1"]
     more = ["--hidden", "32", "--batch", "4", "--sequence", "16", "--out", str(tmp_path)]
