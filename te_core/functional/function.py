@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from te_core.ops import _check
 from te_core.quantized import QuantizedTensor
 from te_core.recipe import Recipe
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import CPU, Tensor
 
 _SHARED = ("recipe", "scaling", "needs", "quantized", "seed", "rt")
 _OF_PRODUCTS = ("recipe", "scaling", "quantized")
@@ -32,10 +32,11 @@ class Where(NamedTuple):
 
     rt: Runtime
     home: Library
+    waits: bool  # whether the call ends when its work has ended: see `Library.waits`
 
     def give(self, *tensors: Tensor | None) -> list[Any]:
         """Results as the library's arrays."""
-        if self.home.waits:
+        if self.waits:
             self.rt.synchronize()
         return [None if t is None else self.home.give(t) for t in tensors]
 
@@ -44,6 +45,15 @@ _RETURNS = """
 
 Returns (y, back), or ((y, ...), back) where options ask for more outputs. `back(dy)` gives the gradients of what
 `needs` names (all that has one, if it is left out) by name."""
+
+
+def _each(given: Iterable[Any]) -> Iterator[Any]:
+    """The arrays among what a call was given: those of lists, too, and nothing for what was left out."""
+    for value in given:
+        if isinstance(value, (list, tuple)):
+            yield from _each(value)
+        elif value is not None:
+            yield value
 
 
 class Function(Named):
@@ -92,8 +102,7 @@ class Function(Named):
         arrays, options = self._bound(given, named)
         sizes = options.pop(_SIZES, None)
         tensors = self._read(arrays)
-        first = arrays[self.layer.arguments[0].name]
-        where = self._where(first, tensors, rt)
+        where = self._where(arrays, tensors, rt)
         if not self.layer.products:
             self._refuse_recipe(recipe, scaling, quantized)
         precision = precision_of(op, recipe)
@@ -165,14 +174,14 @@ class Function(Named):
             return array
         return read(self.__name__, name, array)
 
-    def _where(self, first: Any, tensors: Mapping[str, Any], rt: Runtime | None) -> Where:
-        home, device = library_of(first), tensors[self.layer.arguments[0].name].device
-        if rt is None:
-            return Where(home.runtime(device), home)
-        if not isinstance(rt, Runtime) or rt.device is not device:
-            allowed = f"a Runtime of {device}, where {self.layer.arguments[0].name} lies"
+    def _where(self, arrays: Mapping[str, Any], tensors: Mapping[str, Any], rt: Runtime | None) -> Where:
+        first = self.layer.arguments[0].name
+        home, device = library_of(arrays[first]), tensors[first].device
+        if rt is not None and (not isinstance(rt, Runtime) or rt.device is not device):
+            allowed = f"a Runtime of {device}, where {first} lies"
             raise ArgumentError(self.__name__, f"rt={rt!r}", allowed, "leave rt out, or correct it")
-        return Where(rt, home)
+        waits = device is not CPU and any(library_of(array).waits for array in _each(arrays.values()))
+        return Where(home.runtime(device) if rt is None else rt, home, waits)
 
     def _refuse_recipe(self, *given: Any) -> None:
         for name, value in zip(_OF_PRODUCTS, given, strict=True):

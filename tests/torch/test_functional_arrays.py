@@ -125,6 +125,20 @@ def test_jax_takes_what_comes_out(device: str) -> None:
     assert np.array_equal(np.asarray(given), host(wanted))
 
 
+def test_which_calls_end_with_their_work() -> None:
+    """On a device those with an array of JAX among their arguments, and no others: lists and None are no arrays."""
+    there, cpu = Device("cuda", 0), Runtime.cpu()
+    rt = Runtime(there, 0, cpu.allocator, cpu.backend)
+
+    def ends(**given: Any) -> bool:
+        return bool(te.linear._where(given, {"x": SimpleNamespace(device=there)}, rt).waits)
+
+    x, w = torch.from_numpy(X), torch.from_numpy(W)
+    assert not ends(x=x, weight=w, bias=None) and not ends(x=x, weight=[w, w], bias=[None])
+    assert ends(x=as_jax(X), weight=w, bias=None) and ends(x=x, weight=as_jax(W), bias=None)
+    assert ends(x=x, weight=[w, as_jax(W)])
+
+
 @requires_jax_cuda
 def test_jax_on_cuda_may_reuse_its_memory_after_a_call() -> None:
     """JAX's stream does not wait for ours: calls end when their work has ended."""

@@ -13,42 +13,33 @@ from te_jax.context import chosen
 from te_jax.state import Scaling
 
 
-def _called(
-    name: str, x: Any, arrays: Mapping[str, Any], options: dict[str, Any], recipe: Recipe | None, more: dict[str, Any]
-) -> Any:
+def _whole(name: str, about: str) -> Any:
+    """The function of a layer of the table whose arguments have the names that the core's have."""
     known = [a.name for a in LAYERS[name].offered()][1:]
-    if not isinstance(arrays, Mapping) or not set(arrays) <= set(known):
-        got = f"{[*arrays] if isinstance(arrays, Mapping) else type(arrays).__name__}"
-        raise ArgumentError(name, got, f"a dict by {', '.join(known)}", "correct the names")
-    (y,) = call_layer(name, {"x": x, **{n: arrays.get(n) for n in known}}, options, chosen(recipe), **more)
-    return y
+
+    def call(
+        x: Any,
+        params: Mapping[str, Any],
+        *,
+        recipe: Recipe | None = None,
+        scaling: Scaling | None = None,
+        seed: Any = None,
+        **options: Any,
+    ) -> Any:
+        if not isinstance(params, Mapping) or not set(params) <= set(known):
+            got = f"{[*params] if isinstance(params, Mapping) else type(params).__name__}"
+            raise ArgumentError(name, got, f"a dict by {', '.join(known)}", "correct the names")
+        arrays = {"x": x, **{n: params.get(n) for n in known}}
+        (y,) = call_layer(name, arrays, options, chosen(recipe), scaling, seed)
+        return y
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = (
+        f"{about}. `params` ({', '.join(known)}) and options have the names of te_core.functional.{name}; weights lie "
+        "[out, in]. `seed`: a key of jax.random for dropout."
+    )
+    return of_layer(name)(call)
 
 
-@of_layer("multihead_attention")
-def multihead_attention(
-    x: Any,
-    params: Mapping[str, Any],
-    *,
-    recipe: Recipe | None = None,
-    scaling: Scaling | None = None,
-    seed: Any = None,
-    **options: Any,
-) -> Any:
-    """Attention between its projections. `params` and options have the names of `te_core.functional`'s function;
-    weights lie [out, in]. `seed`: a key of jax.random for dropout."""
-    return _called("multihead_attention", x, params, options, recipe, {"scaling": scaling, "seed": seed})
-
-
-@of_layer("transformer_layer")
-def transformer_layer(
-    x: Any,
-    params: Mapping[str, Any],
-    *,
-    recipe: Recipe | None = None,
-    scaling: Scaling | None = None,
-    seed: Any = None,
-    **options: Any,
-) -> Any:
-    """A layer of a Transformer. `params` and options have the names of `te_core.functional`'s function; weights lie
-    [out, in]. `seed`: a key of jax.random for dropout."""
-    return _called("transformer_layer", x, params, options, recipe, {"scaling": scaling, "seed": seed})
+multihead_attention = _whole("multihead_attention", "Attention between its projections")
+transformer_layer = _whole("transformer_layer", "A layer of a Transformer")
