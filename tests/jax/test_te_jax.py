@@ -26,9 +26,14 @@ from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScal
 from te_core.runtime import Runtime  # noqa: E402
 from te_core.tools.counts import counted  # noqa: E402
 from tests import jax_draws, programs  # noqa: E402
+from tests.backends import capability, jax_on_gpu, needs_device  # noqa: E402
 
 DELAYED = DelayedScaling(amax_history_len=3)
-RECIPES = [None, Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), DELAYED]
+ON_GPU = jax_on_gpu()
+MXFP8 = pytest.param(MXFP8BlockScaling(), marks=needs_device(not ON_GPU or capability() >= (10, 0), "sm_100"))
+RECIPES = [None, Float8CurrentScaling(), Float8BlockScaling(), MXFP8, DELAYED]
+#: cuDNN's attention takes no float32.
+WHOLE = jnp.bfloat16 if ON_GPU else jnp.float32
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
@@ -66,6 +71,14 @@ def by_jax(function: Any, wanted: Any, scaling: Any, given: tuple[Any, ...]) -> 
 
 def equal(found: Any, wanted: Any) -> None:
     assert np.array_equal(np.asarray(found).reshape(np.shape(wanted)), wanted)
+
+
+def nearly(found: Any, wanted: Any, tolerance: float) -> None:
+    """The same bits, on a GPU up to the order in which another one of its kernels adds."""
+    if not ON_GPU:
+        return equal(found, wanted)
+    found, wanted = (np.asarray(a, np.float32).reshape(np.shape(wanted)) for a in (found, wanted))
+    np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance * np.abs(wanted).max())
 
 
 CASES: dict[str, Any] = {
@@ -106,6 +119,8 @@ CASES: dict[str, Any] = {
 def test_equal_bits(name: str, recipe: Recipe | None) -> None:
     """Of three steps, with the states that follow."""
     ours, theirs, call, given, named, options = CASES[name]
+    # a product of TF32 has another kernel for a weight [in, out]
+    same = equal if recipe is not None else lambda a, b: nearly(a, b, 1e-5)
     state = scaling_of(recipe, ours)
     other = None if state is None else fn.Scaling(recipe, theirs, like=X)
     for step in range(3):
@@ -116,11 +131,11 @@ def test_equal_bits(name: str, recipe: Recipe | None) -> None:
         if other is not None:
             fn.update(other)
         found, of_jax, state = by_jax(lambda *g, scaling: call(recipe, scaling, *g), dy, state, now)
-        equal(found, host(y))
+        same(found, host(y))
         of_jax = named(*of_jax)
         assert of_jax.keys() == grads.keys()
         for key, grad in grads.items():
-            equal(of_jax[key], host(grad))
+            same(of_jax[key], host(grad))
         for part in () if other is None else NAMES:
             equal(getattr(state, part), host(getattr(other, part)))
 
@@ -135,13 +150,14 @@ def whole_params(mlp: bool) -> dict[str, Any]:
             "layernorm_mlp_layer_norm_weight": (32,), "layernorm_mlp_fc1_weight": (128, 32),
             "layernorm_mlp_fc2_weight": (32, 64), "layernorm_mlp_fc2_bias": (32,),
         }  # fmt: skip
-    return {n: drawn(*shape, seed=i, size=0.3) + ("norm_weight" in n) for i, (n, shape) in enumerate(shapes.items())}
+    made = {n: drawn(*shape, seed=i, size=0.3) + ("norm_weight" in n) for i, (n, shape) in enumerate(shapes.items())}
+    return jax.tree.map(lambda t: t.astype(WHOLE), made)
 
 
 @pytest.mark.parametrize("recipe", [None, DELAYED], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("name", ["multihead_attention", "transformer_layer"])
 def test_whole_layers(name: str, recipe: Recipe | None) -> None:
-    params, x = whole_params(name == "transformer_layer"), drawn(8, 2, 32)
+    params, x = whole_params(name == "transformer_layer"), drawn(8, 2, 32).astype(WHOLE)
     options: dict[str, Any] = {"num_attention_heads": 4, "num_gqa_groups": 2}
     if name == "transformer_layer":
         options |= {"normalization": "RMSNorm", "activation": "swiglu"}
@@ -150,7 +166,7 @@ def test_whole_layers(name: str, recipe: Recipe | None) -> None:
     other = None if state is None else fn.Scaling(recipe, theirs, like=x)
     for step in range(2):
         y, back = theirs(x, **params, **options, recipe=recipe, scaling=other)
-        dy = drawn(*y.shape, seed=step)
+        dy = drawn(*y.shape, seed=step).astype(WHOLE)
         grads = back(dy)
         if other is not None:
             fn.update(other)
@@ -166,7 +182,7 @@ def test_whole_layers(name: str, recipe: Recipe | None) -> None:
 
 
 def test_parts_of_a_layer_drop_by_themselves() -> None:
-    params, x = whole_params(True), drawn(8, 2, 32)
+    params, x = whole_params(True), drawn(8, 2, 32).astype(WHOLE)
     options: dict[str, Any] = {"num_attention_heads": 4, "num_gqa_groups": 2, "normalization": "RMSNorm"}
     options |= {"activation": "swiglu", "hidden_dropout": 0.5, "attention_dropout": 0.1}
     one, again, other = (te.transformer_layer(x, params, seed=jax.random.key(i), **options) for i in (1, 1, 2))
@@ -235,9 +251,7 @@ def test_attention(name: str) -> None:
     found, of_jax, _ = by_jax(function, dy, None, (q, k, v))
     equal(found, host(y))
     for got, wanted in zip(of_jax, grads.values(), strict=True):
-        equal(got, host(wanted)) if jax.default_backend() == "cpu" else np.testing.assert_allclose(
-            np.asarray(got, np.float32), host(wanted).astype(np.float32), rtol=0.02, atol=0.02
-        )
+        nearly(got, host(wanted), 0.02)
 
 
 def test_dropout_follows_the_key() -> None:
@@ -358,7 +372,7 @@ def test_steps_copy_nothing_take_no_memory_and_wait_for_nothing() -> None:
             _, (_, state) = step(P, state, X)
         jax.block_until_ready(state)
     assert (counts.to_device, counts.to_host, counts.allocations, counts.waits) == (0, 0, 0, 0)
-    assert (counts.launches > 0) == (jax.default_backend() != "cpu")
+    assert (counts.launches > 0) == ON_GPU
 
 
 def test_threads() -> None:
@@ -383,7 +397,8 @@ def test_threads() -> None:
 def test_explain() -> None:
     jax.block_until_ready(jax.jit(te.dense)(X[:3], W))
     assert "linear forward on" in te.explain() and "bytes of temporaries" in te.explain()
-    te.dense(X, W, recipe=MXFP8BlockScaling())
+    on_cpu = jax.device_put((X, W), jax.devices("cpu")[0])
+    te.dense(*on_cpu, recipe=MXFP8BlockScaling())
     assert "XLA transposes kernels for MXFP8BlockScaling" in te.explain()
 
 
@@ -530,7 +545,7 @@ def test_refused() -> None:
         te.scaling(DelayedScaling(amax_compute_algo=lambda history: history[0]), te.dense)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="hardware: a GPU cannot tell without waiting")
+@pytest.mark.skipif(ON_GPU, reason="hardware: a GPU cannot tell without waiting")
 def test_lengths_that_lead_out_of_the_arrays() -> None:
     q = drawn(2, 16, 4, 32)
     wrong = te.SequenceDescriptor.from_seqlens(jnp.asarray([3, 1000], jnp.int32))

@@ -73,7 +73,7 @@ def nodes(module: Any, recipe: str | None = None, angles: torch.Tensor | None = 
 def test_one_trained_parameter_gets_its_gradient(turned: bool) -> None:
     """As in fine-tuning of biases: of the last bias no gradient goes on through the MLP."""
     module, x = layer(), of("cpu")
-    angles = te.RotaryPositionEmbedding(16)(ROWS) if turned else None
+    angles = te.RotaryPositionEmbedding(16).to("cpu")(ROWS) if turned else None
     for name, p in module.named_parameters():
         for other in module.parameters():
             other.requires_grad_(other is p)
