@@ -1,6 +1,6 @@
 """Context parallelism against one GPU: attention, and a layer of Llama's shape, forward and backward.
 
-    torchrun --nproc-per-node 2 -m benchmarks.context [--layer] [--fp8] [--longest]
+    torchrun --nproc-per-node 2 -m benchmarks.context [--layer] [--fp8] [--longest] [--streams]
 
 Causal, 32 query heads on 8 groups of 128 channels, bfloat16, one sequence. Each rank measures the whole sequence on its
 own GPU, then its part of it. Times are of the slower rank. Peaks are of rank 0, above inputs and weights.
@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 import te_torch as te
+from te_core.layers.context import ring
 from te_core.recipe import DelayedScaling
+from te_core.tape.taped import forget
 
 HEADS, GROUPS, WIDTH = 32, 8, 128
 LENGTHS = (8192, 32768, 131072)
@@ -162,11 +164,26 @@ def exposed(step: Callable[[], Any]) -> float:
     return round(alone / (marks[-1][0] - marks[0][0]), 4)
 
 
+def streams(tokens: int) -> dict[str, dict[str, float]]:
+    """A ring's steps on one stream and on two, in turns."""
+    found: dict[str, list[dict[str, float]]] = {"one stream": [], "two streams": []}
+    chosen = ring.two_streams
+    for _ in range(3):
+        for rows, two in zip(found.values(), (False, True), strict=True):
+            ring.two_streams = lambda *_, two=two: two
+            forget()  # tapes of the other way
+            rows.append(measured(attention(tokens // dist.get_world_size(), "p2p"), 9))
+    ring.two_streams = chosen
+    forget()
+    return {name: min(rows, key=lambda row: row["ms"]) for name, rows in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", action="store_true", help="also a layer of Llama 8B at 32,768 tokens")
     parser.add_argument("--fp8", action="store_true", help="also attention in FP8 (delayed scaling) at 32,768 tokens")
     parser.add_argument("--longest", action="store_true", help="the longest sequence of which a step of the layer fits")
+    parser.add_argument("--streams", action="store_true", help="p2p on one stream and on two, and nothing else")
     chosen = parser.parse_args()
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank())
@@ -174,7 +191,11 @@ def main() -> None:
     low = partial(attention, recipe=DelayedScaling(fp8_dpa=True))
     cases = [("attention", attention, LENGTHS), ("layer", layer, (32768,) * chosen.layer)]
     cases.append(("attention, FP8", low, (32768,) * chosen.fp8))
-    for name, make, lengths in cases:
+    for tokens in [world << n for n in (12, 13, 14, 15)] if chosen.streams else ():
+        rows.append({"what": "streams", "tokens": tokens, **streams(tokens)})
+        if dist.get_rank() == 0:
+            print(rows[-1], flush=True)
+    for name, make, lengths in () if chosen.streams else cases:
         for tokens in lengths:
             row: dict[str, Any] = {"what": name, "tokens": tokens, "one": measured(make(tokens, None), ROUNDS[tokens])}
             for mode in MODES:

@@ -226,6 +226,8 @@ class Runtime:
     def side(self, name: str = "side") -> Runtime:
         """This device on another stream, made once for each name; where there is one stream only, this runtime.
 
+        A name that begins with 0x is the address of a caller's stream.
+
         Nothing orders the two but `wait`, and memory that both use is to be told to the other's allocator:
 
             side.wait(rt)                 what side does from here on sees what rt has done

@@ -279,7 +279,7 @@ def _backward_over_ranks(
     parts = views(spec, *given)  # type: ignore[arg-type]
     rows = on_boundary(rt, dy).reshape(*parts[0].shape[:-1], spec.d_v)
     out = out.reshape(*q.shape[:-1], spec.d_v)
-    products = Plain(rt, q.dtype, spec.needs.bias)
+    products = Plain(q.dtype, spec.needs.bias)
     found = over_ranks.backward((q, k, v), (rows, out, stats), parts, place, products)
     return _delivered(rt, given, parts, found.bias, found.sink, spec)  # type: ignore[arg-type]
 

@@ -188,7 +188,7 @@ def _products(
     p_at, o_at = (FORWARD_SLOTS * gemm + slot for gemm, slot in (P, OUT))
     of_out = scaled_at(pairs, 1, amax, o_at) if rule.output.scaling == "delayed" else None
     given = ForwardScales(*inverses_of(operands), scaled_at(pairs, 0, amax, p_at), of_out)
-    return Fp8(rt, spec.dtype, rule.output.format, given, back, rule.grad_input.format)
+    return Fp8(spec.dtype, rule.output.format, given, back, rule.grad_input.format)
 
 
 def _backward_scales(

@@ -17,7 +17,7 @@ from te_core import dtypes
 from te_core.attention import DIMENSIONS, AttentionSpec, Sizes
 from te_core.dtypes import DType
 from te_core.ops import _check
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, sizes_of, stats_shape
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, sizes_of, stats_memory
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -103,17 +103,17 @@ def attention_forward(
     *,
     spec: AttentionSpec,
     terms: Terms = NOTHING,
-    stats: bool = True,
+    stats: bool | Tensor = True,
     out: Tensor | None = None,
 ) -> Attended:
     """The output in q's format with d_v, dense and fresh or into `out`, whose rows of heads may lie apart; the
-    statistics for backward, if wanted; the largest logits.
+    statistics for backward, if wanted, fresh or into `stats`; the largest logits.
     """
-    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats, out=out))
+    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats is not False, out=out))
     if out is None:
         out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
     _check.written("attention_forward", "out", out)
-    statistics = rt.empty(stats_shape(q, spec.q_format), dtypes.float32) if stats else None
+    statistics = stats_memory("attention_forward", rt, q, spec, stats)
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
     rt.backend.attention_forward(rt, plan, ForwardOperands(q, k, v, terms, out, statistics, largest))
     return Attended(out, statistics, largest)

@@ -19,7 +19,7 @@ from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
 from te_core.ops.attention import Asked, Attended
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, stats_shape
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, stats_memory
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
@@ -118,7 +118,7 @@ def attention_fp8_forward(
     spec: AttentionSpec,
     scales: ForwardScales,
     terms: Terms = NOTHING,
-    stats: bool = True,
+    stats: bool | Tensor = True,
     out: Tensor | None = None,
 ) -> Attended:
     """The output in q's type under `scales.out`, fresh or into `out`, and the statistics for backward."""
@@ -128,10 +128,10 @@ def attention_fp8_forward(
     op = "attention_fp8_forward"
     _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
     check_results(op, q, v, typed=False, apart=True, out=out)
-    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats, out=out))
+    plan = rt.plans.find(rt, _plan_forward, Asked(spec, q, k, v, terms, stats is not False, out=out))
     _check_scales(op, rt.device, scales)
     _check.written(op, "out", out)
-    statistics = rt.empty(stats_shape(q, spec.q_format), dtypes.float32) if stats else None
+    statistics = stats_memory(op, rt, q, spec, stats)
     rt.backend.attention_fp8_forward(rt, plan, Fp8ForwardOperands(q, k, v, terms, scales, out, statistics))
     return Attended(out, statistics, None)
 

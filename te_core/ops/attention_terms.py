@@ -77,6 +77,17 @@ def check_stats(op: str, stats: Tensor, q: Tensor, spec: AttentionSpec) -> None:
     _check.on_device(op, q.device, stats)
 
 
+def stats_memory(op: str, rt: Runtime, q: Tensor, spec: AttentionSpec, stats: bool | Tensor) -> Tensor | None:
+    """Where a forward's statistics go, if they are wanted: fresh memory, or what was given."""
+    if stats is True:
+        return rt.empty(stats_shape(q, spec.q_format), dtypes.float32)
+    if stats is False:
+        return None
+    check_stats(op, stats, q, spec)
+    _check.written(op, "stats", stats)
+    return stats
+
+
 def check(
     op: str,
     rt: Runtime,

@@ -12,10 +12,12 @@ from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, Attent
 from te_core.layers.attention_fp8 import AttentionFp8Spec
 from te_core.layers.context.schedule import Context
 from te_core.recipe import DelayedScaling
+from te_core.tape.taped import Taped
 from tests.core.fake_cuda import Machine, Make
 from tests.core.tape_cases import BF16, Maker
 from tests.core.test_parallel_launches import Done
 from tests.covering import covering
+from tests.recordings import tapes
 
 HEADS, GROUPS, D, TOKENS, BATCH = 8, 4, 64, 256, 2
 ALL = AttentionNeeds(True, True, True)
@@ -45,7 +47,7 @@ def launched(machine: Machine, core: AttentionSpec, context: Context, rank: int,
     rt = machine.runtime()
     tensor, form, fp8 = Maker(rt), core.q_format, options.pop("fp8", False)
     d = 128 if fp8 else D
-    packing = options.pop("packing", "separate")
+    packing, when = options.pop("packing", "separate"), options.pop("tapes", "never")
     layer = AttentionLayerSpec(core, HEADS, GROUPS, d, d, ALL, packing, context=context, **options)
     lead = {"sbhd": (TOKENS, BATCH), "bshd": (BATCH, TOKENS), "thd": (TOKENS * BATCH,)}[form]
     widths = [(HEADS, d), (GROUPS, d), (GROUPS, d)] if packing == "separate" else [((HEADS + 2 * GROUPS) * d,)]
@@ -66,9 +68,10 @@ def launched(machine: Machine, core: AttentionSpec, context: Context, rank: int,
         flat = [t.reshape(*lead, t.size // (TOKENS * BATCH)) for t in given]
         inputs = AttentionInputs(*flat, *[None] * (3 - len(flat)), **names)
     dy = tensor(*lead, HEADS * d)
-    with machine.noting() as events:
-        _, saved = module.forward(rt, *inputs, spec=spec, comm=comms, **more)
-        module.backward(rt, dy, *([] if fp8 else [None]), saved, spec=spec, comm=comms, **more)
+    forward, backward = (Taped(name, getattr(module, name), spec) for name in ("forward", "backward"))
+    with machine.noting() as events, tapes(when):
+        _, saved = forward(rt, *inputs, comm=comms, **more)
+        backward(rt, dy, *([] if fp8 else [None]), saved, comm=comms, **more)
     assert not machine.faults
     return Counter(e.what[0] if e.kind == "launch" else e.kind for e in events)
 

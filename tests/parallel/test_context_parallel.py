@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.context import ring
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_core.tape import taped
 from te_core.tools.context_table import FEATURES, asked
@@ -67,7 +68,7 @@ def attention(**options: Any) -> Any:
     return module
 
 
-def dense(rank: Rank, mode: str, form: str, times: int, options: dict[str, Any]) -> float:
+def dense(rank: Rank, mode: str, form: str, times: int, options: dict[str, Any], stream: Any = None) -> float:
     """How far a rank's output and gradients are from those of whole sequences; `times` are calls of one module."""
     torch.manual_seed(0)
     tokens, dim = 2 * CHUNK * rank.world, form.index("s")
@@ -75,7 +76,7 @@ def dense(rank: Rank, mode: str, form: str, times: int, options: dict[str, Any])
     whole = [drawn(rank, *lead, n, WIDTH).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
     dy = drawn(rank, *lead, HEADS * WIDTH)
     one, spread = (attention(qkv_format=form, **options) for _ in range(2))
-    spread.set_context_parallel_group(groups_of(rank, mode), range(rank.world), None, mode)
+    spread.set_context_parallel_group(groups_of(rank, mode), range(rank.world), stream, mode)
     one(*whole).backward(dy)
     wanted = [part(t.grad, rank, dim) for t in whole]
     expected = part(one(*whole).detach(), rank, dim)
@@ -113,6 +114,20 @@ def test_dense_sequences(ranks: Ranks, mode: str, kind: str) -> None:
         pytest.skip("a window goes with all_gather and a2a")
     for form in ("sbhd", "bshd"):
         assert max(ranks.run(dense, mode, form, 2, KINDS[kind])) < NEAR[ranks.device]
+
+
+def by_turns(rank: Rank) -> float:
+    """The same where neighbouring steps of a ring have two streams, of which the caller's is one."""
+    chosen, ring.two_streams = ring.two_streams, lambda *_: True
+    try:
+        stream = torch.cuda.Stream() if rank.device == "cuda" else None
+        return max(dense(rank, "p2p", form, 4, KINDS["causal"], stream) for form in ("sbhd", "bshd"))
+    finally:
+        ring.two_streams = chosen
+
+
+def test_steps_on_two_streams(ranks: Ranks) -> None:
+    assert max(ranks.run(by_turns)) < NEAR[ranks.device]
 
 
 def packed(rank: Rank, mode: str, mask: str) -> float:

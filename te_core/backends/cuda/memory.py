@@ -78,6 +78,8 @@ def _streams(device: Device) -> dict[tuple[int, str], int]:
 
 def stream(rt: Runtime, name: str) -> int:
     """The stream of this name beside a runtime's own; it waits for no other by itself."""
+    if name.startswith("0x"):
+        return int(name, 16)
     known, key = rt.device.of(_streams), (rt.stream, name)
     found = known.get(key)
     if found is None:

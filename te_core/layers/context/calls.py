@@ -6,15 +6,19 @@ finds its chunks in them; it leaves zeros elsewhere. Nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
+from te_core import dtypes
 from te_core.attention import DIMENSIONS, AttentionSpec, Lengths
-from te_core.layers.context.products import Products
+from te_core.layers.context.products import Products, Three
 from te_core.layers.context.schedule import Context
 from te_core.layers.context.sides import Sides, band, call_spec, planned
 from te_core.layers.context.sums import Chain, Logits, Outputs, half_of, like, slab
 from te_core.ops import raw as ops
-from te_core.ops.attention_terms import Terms
+from te_core.ops.attention import Attended
+from te_core.ops.attention_terms import Terms, stats_shape
 from te_core.ops.context import Span
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -79,9 +83,24 @@ class Problem:
         self, side: Sides, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, logits: Logits | None = None
     ) -> None:
         """Carry out a call: its output joins the others."""
-        q, k, v = self.queries(q, side), self.keys(k, side), self.keys(v, side)
+        self.attend_on(self.rt, side, (q, k, v), outputs, logits)()
+
+    def attend_on(
+        self, lane: Runtime, side: Sides, parts: Three, outputs: Outputs, logits: Logits | None = None
+    ) -> Callable[[], None]:
+        """Carry out a call on a stream that waits for all that this rank has begun by now.
+
+        What is returned adds its output to the others, once the rank's stream has waited for the call. It holds what
+        the call reads until then.
+        """
+        q, k, v = self.queries(parts[0], side), self.keys(parts[1], side), self.keys(parts[2], side)
         spec, terms = call_spec(self.core, side, *self._tokens(q, k)), self.of_call(side)
-        done = self.products.forward(q, k, v, spec=spec, terms=terms, out=outputs.place(side))
+        place, stats = outputs.place(side), self.rt.empty(stats_shape(q, self.core.q_format), dtypes.float32)
+        lane.wait(self.rt)
+        done = self.products.forward(lane, (q, k, v), spec=spec, terms=terms, out=place, stats=stats)
+        return partial(self._join, side, done, outputs, logits, (parts, terms))
+
+    def _join(self, side: Sides, done: Attended, outputs: Outputs, logits: Logits | None, read: Any) -> None:
         assert done.stats is not None
         outputs.join(side, done.out, done.stats)
         if logits is not None and done.max_logit is not None:
@@ -97,6 +116,18 @@ class Problem:
     ) -> None:
         """Go back through a call: its dQ joins the others; its dK and dV, and its piece of the gradient of a bias, are
         written. `given`: dy, q, out, stats."""
+        self.differentiate_on(self.rt, side, given, keys, queries, grads)()
+
+    def differentiate_on(
+        self,
+        lane: Runtime,
+        side: Sides,
+        given: tuple[Tensor, Tensor, Tensor, Tensor],
+        keys: tuple[Tensor, Tensor],
+        queries: Chain,
+        grads: tuple[Tensor, Tensor],
+    ) -> Callable[[], None]:
+        """The same on another stream, as in `attend_on`. dK and dV are written by the call itself."""
         dy, q, out, stats = given
         k, v, dk, dv = (self.keys(t, side) for t in (*keys, *grads))
         dy, q, out = (self.queries(t, side) for t in (dy, q, out))
@@ -104,14 +135,19 @@ class Problem:
         dq = like(self.rt, q, self.core.q_format, self.products.dtype) if place is None else place
         spec = call_spec(self.core, side, *self._tokens(q, k), backward=True)
         terms, own = self.of_call(side), self.stats(stats, side)
-        found = self.products.backward((q, k, v), (dy, out), own, spec=spec, terms=terms, grads=(dq, dk, dv))
-        if place is None:
+        lane.wait(self.rt)
+        found = self.products.backward(lane, (q, k, v), (dy, out), own, spec=spec, terms=terms, grads=(dq, dk, dv))
+        read = keys, terms, own
+        return partial(self._add, side, queries, dq if place is None else None, found.bias, read)
+
+    def _add(self, side: Sides, queries: Chain, dq: Tensor | None, bias: Tensor | None, read: Any) -> None:
+        if dq is not None:
             queries.add(side, dq)
-        if found.bias is not None:
+        if bias is not None:
             if self.dbias is None:
                 assert self.terms.bias is not None
-                self.dbias = self.rt.zeros(self.terms.bias.shape, found.bias.dtype)
-            for part, whole in self._columns(side, found.bias, self.dbias):
+                self.dbias = self.rt.zeros(self.terms.bias.shape, bias.dtype)
+            for part, whole in self._columns(side, bias, self.dbias):
                 ops.context_sum(self.rt, part, None, out=whole)
 
     def begins(self) -> Tensor | None:

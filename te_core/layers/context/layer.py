@@ -73,7 +73,7 @@ class Place:
         if self.outer is not None:
             run = gather.forward if self.context.mode == "all_gather" else ring.forward
             return run(self._problem(parts, products), *parts, self.outer, out=out)
-        done = products.forward(*parts, spec=self.core, terms=self._drawn(), out=out)
+        done = products.forward(self.rt, parts, spec=self.core, terms=self._drawn(), out=out, stats=True)
         assert done.stats is not None
         logits = None
         if done.max_logit is not None:
@@ -88,7 +88,7 @@ class Place:
         dy, out, stats = given
         if self.outer is None:
             terms = self._drawn()
-            return products.backward(parts, (dy, out), stats, spec=self.core, terms=terms, grads=grads)
+            return products.backward(self.rt, parts, (dy, out), stats, spec=self.core, terms=terms, grads=grads)
         run = gather.backward if self.context.mode == "all_gather" else ring.backward
         (q, k, v), problem, sink = parts, self._problem(parts, products), self.terms.sink
         run(problem, (dy, q, out, stats), k, v, self.outer, grads=grads)
@@ -133,7 +133,7 @@ def communicators(context: Context, comm: Communicators | None) -> tuple[Communi
 
 def forward(parts: Three, out: Tensor, place: Place) -> Done:
     """Attend to whole sequences with this rank's queries; their output goes into `out`. `parts`: q, k and v."""
-    rt, exchange, target, products = place.rt, place.exchange, out, Plain(place.rt, out.dtype)
+    rt, exchange, target, products = place.rt, place.exchange, out, Plain(out.dtype)
     if exchange is not None:
         q, k, v = exchange.to_heads(parts, (0, 1, 1))
         parts, target = (q, k, v), rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
@@ -147,7 +147,7 @@ def recomputed(parts: Three, place: Place) -> tuple[Tensor, Tensor]:
     """(output, statistics) again, of q, k and v as forward kept them: heads are exchanged already."""
     q, _, v = parts
     out = place.rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-    return out, place.attend(parts, out, Plain(place.rt, q.dtype))[0]
+    return out, place.attend(parts, out, Plain(q.dtype))[0]
 
 
 def backward(
@@ -157,7 +157,7 @@ def backward(
 
     `parts` are q, k and v, `given` dy of this rank's tokens, and out and stats, all as forward kept them.
     """
-    products = products or Plain(place.rt, grads[0].dtype)
+    products = products or Plain(grads[0].dtype)
     rt, exchange, made, (dy, out, stats) = place.rt, place.exchange, grads, given
     if exchange is not None:
         (dy,) = exchange.to_heads((dy,), (0,))

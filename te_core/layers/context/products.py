@@ -25,18 +25,19 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Products(Protocol):
-    """What carries out a call."""
+    """What carries out a call, on the stream of the runtime that it is given."""
 
     dtype: DType  # of all results
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, terms: Terms, out: Tensor | None
+        self, rt: Runtime, parts: Three, *, spec: AttentionSpec, terms: Terms, out: Tensor | None, stats: bool | Tensor
     ) -> Attended:
-        """The output, into `out` if that is given, and its statistics."""
+        """The output and its statistics, each into its memory if that is given."""
         ...
 
     def backward(
         self,
+        rt: Runtime,
         parts: Three,
         given: tuple[Tensor, Tensor],
         stats: Tensor,
@@ -52,19 +53,20 @@ class Products(Protocol):
 class Plain:
     """In the activation dtype."""
 
-    __slots__ = ("bias_grad", "dtype", "rt")
+    __slots__ = ("bias_grad", "dtype")
 
-    def __init__(self, rt: Runtime, dtype: DType, bias_grad: bool = False) -> None:
-        self.rt, self.dtype, self.bias_grad = rt, dtype, bias_grad
+    def __init__(self, dtype: DType, bias_grad: bool = False) -> None:
+        self.dtype, self.bias_grad = dtype, bias_grad
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, terms: Terms, out: Tensor | None
+        self, rt: Runtime, parts: Three, *, spec: AttentionSpec, terms: Terms, out: Tensor | None, stats: bool | Tensor
     ) -> Attended:
         """See `Products`."""
-        return ops.attention_forward(self.rt, q, k, v, spec=spec, terms=terms, out=out)
+        return ops.attention_forward(rt, *parts, spec=spec, terms=terms, out=out, stats=stats)
 
     def backward(
         self,
+        rt: Runtime,
         parts: Three,
         given: tuple[Tensor, Tensor],
         stats: Tensor,
@@ -76,7 +78,7 @@ class Plain:
         """See `Products`."""
         dy, out = given
         found = ops.attention_backward(
-            self.rt, dy, *parts, out, stats, spec=spec, terms=terms, grads=grads, bias_grad=self.bias_grad
+            rt, dy, *parts, out, stats, spec=spec, terms=terms, grads=grads, bias_grad=self.bias_grad
         )
         return Terms(bias=found.bias, sink=found.sink)
 
@@ -84,11 +86,10 @@ class Plain:
 class Fp8:
     """On codes."""
 
-    __slots__ = ("back", "dtype", "form", "grad", "rt", "scales")
+    __slots__ = ("back", "dtype", "form", "grad", "scales")
 
     def __init__(
         self,
-        rt: Runtime,
         dtype: DType,
         form: Format,
         scales: ForwardScales | None,
@@ -96,24 +97,26 @@ class Fp8:
         grad: Format | None = None,
     ) -> None:
         """`form` and `grad`: the formats of outputs and of gradients, where these are written as codes."""
-        self.rt, self.dtype, self.form, self.scales, self.back, self.grad = rt, dtype, form, scales, back, grad
+        self.dtype, self.form, self.scales, self.back, self.grad = dtype, form, scales, back, grad
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, terms: Terms, out: Tensor | None
+        self, rt: Runtime, parts: Three, *, spec: AttentionSpec, terms: Terms, out: Tensor | None, stats: bool | Tensor
     ) -> Attended:
         """See `Products`."""
-        rt, shape, scales = self.rt, (*q.shape[:-1], v.shape[-1]), self.scales
+        shape, scales = (*parts[0].shape[:-1], parts[2].shape[-1]), self.scales
         assert scales is not None
+        options: dict[str, Any] = {"spec": spec, "terms": terms, "scales": scales, "stats": stats}
         if scales.out is None:
             out = out or rt.empty(shape, self.dtype)
-            return ops.attention_fp8_forward(rt, q, k, v, spec=spec, terms=terms, scales=scales, out=out)
+            return ops.attention_fp8_forward(rt, *parts, out=out, **options)
         room = _room(rt, shape, self.form, scales.out.inverse)
         codes = _codes(room, shape)
-        stats = ops.attention_fp8_forward(rt, q, k, v, spec=spec, terms=terms, scales=scales, out=codes).stats
-        return Attended(_values(rt, room, shape, self.dtype, out), stats, None)
+        found = ops.attention_fp8_forward(rt, *parts, out=codes, **options).stats
+        return Attended(_values(rt, room, shape, self.dtype, out), found, None)
 
     def backward(
         self,
+        rt: Runtime,
         parts: Three,
         given: tuple[Tensor, Tensor],
         stats: Tensor,
@@ -123,7 +126,7 @@ class Fp8:
         grads: Three,
     ) -> Terms:
         """See `Products`."""
-        rt, scales, (dy, out) = self.rt, self.back, given
+        scales, (dy, out) = self.back, given
         assert scales is not None
         options: dict[str, Any] = {"spec": spec, "terms": terms, "scales": scales}
         if scales.dq is None or scales.dk is None or scales.dv is None or self.grad is None:

@@ -86,17 +86,26 @@ def context_groups(
         return ContextGroups(_WITHOUT_GROUPS, given=given)
     if groups[0] is None:
         return ContextGroups(given=given)
-    sizes = [_size(operation, group) for group in groups]
+    sizes, stream = [_size(operation, group) for group in groups], _stream(operation, cp_stream)
     _check_ranks(operation, groups, cp_global_ranks)
     if max(sizes) == 1:
         return ContextGroups(given=given)
     if min(sizes) == 1 or len(sizes) == 1:
         at = sizes.index(max(sizes))
         mode = cp_comm_type if len(sizes) == 1 else ("a2a", "p2p")[at]
-        return ContextGroups(Context(mode, sizes[at]), (groups[at],), dist.get_rank(groups[at]), given)
+        return ContextGroups(Context(mode, sizes[at], stream=stream), (groups[at],), dist.get_rank(groups[at]), given)
     inner, outer = map(dist.get_rank, groups)
-    context = Context("a2a+p2p", sizes[0] * sizes[1], sizes[0])
+    context = Context("a2a+p2p", sizes[0] * sizes[1], sizes[0], stream)
     return ContextGroups(context, tuple(groups), outer * sizes[0] + inner, given)
+
+
+def _stream(operation: str, given: Any) -> str:
+    """A stream as te_core's runtimes know it."""
+    try:
+        return "" if given is None else hex(given.cuda_stream)
+    except AttributeError:
+        got, allowed = f"cp_stream={given!r}", "a torch.cuda.Stream; None: one of our own"
+        raise ArgumentError(operation, got, allowed, "pass torch.cuda.Stream(), or None") from None
 
 
 def _size(operation: str, group: Any) -> int:
