@@ -14,6 +14,7 @@ from te_core.errors import ArgumentError
 from te_core.layers.table import LAYERS
 from te_core.quantize.operands import takes_turned
 from te_core.recipe import Recipe
+from te_jax.context import region
 from te_jax.mesh import alike
 from te_jax.record import note
 from te_jax.rules import Layered, layered
@@ -72,7 +73,7 @@ def _called(
         if not options["turned"]:  # XLA transposes what te_core cannot read as it lies
             given |= {n: given[n].T for n in LAYERS[name].products}
             note(f"{name}: XLA transposes kernels for {type(recipe).__name__}, whose weights lie [out, in]")
-    whole = Layered.of(name, options, recipe, given)
+    whole = Layered.of(name, options, recipe, region().strict, given)
     if whole.history:
         given["scaling"] = _entered(whole, scaling, given)
     elif scaling is not None:

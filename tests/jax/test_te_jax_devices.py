@@ -1,0 +1,84 @@
+"""Layers of te_jax on several devices: what one device gives, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import te_jax as te  # noqa: E402
+
+from te_core import ArgumentError, UnsupportedError  # noqa: E402
+from tests.jax.test_te_jax import DELAYED, W1, W2, P, W, X, alike, loss_of  # noqa: E402
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
+
+
+def test_data_parallel() -> None:
+    """shard_map over devices: the gradients and the state of one device that has the whole batch."""
+    count = min(4, len(jax.devices()))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",))
+    spec = jax.sharding.PartitionSpec
+
+    def local(p: Any, s: Any, x: Any) -> Any:
+        return jax.lax.pmean(loss_of(p, s, x), "data")
+
+    whole = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))
+    inside = jax.shard_map(
+        jax.value_and_grad(local, argnums=(0, 1)), mesh=mesh, in_specs=(spec(), spec(), spec("data")),
+        out_specs=(spec(), spec()),
+    )  # fmt: skip
+    around = jax.value_and_grad(
+        jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec(), spec("data")), out_specs=spec()), argnums=(0, 1)
+    )
+    wanted = te.scaling(DELAYED, te.layernorm_mlp)
+    found = [te.scaling(DELAYED, te.layernorm_mlp, axis_names="data")] * 2
+    for step in range(3):
+        x = X * (1 + step)
+        value, (grads, wanted) = whole(P, wanted, x)
+        for i, function in enumerate((inside, around)):
+            got, (of, found[i]) = jax.jit(function)(P, found[i], x)
+            np.testing.assert_allclose(got, value, rtol=1e-5)
+            for a, b in zip(jax.tree.leaves(of), jax.tree.leaves(grads), strict=True):
+                np.testing.assert_allclose(a, b, rtol=0.02, atol=2e-4)
+            alike(found[i].arrays[:2], wanted.arrays[:2])
+
+
+def test_a_state_of_all_devices_names_their_axis() -> None:
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), jax.sharding.PartitionSpec
+    use = lambda s, x: jax.lax.pmean(te.dense(x, W, recipe=DELAYED, scaling=s).sum(), "data")  # noqa: E731
+    for state, said in (
+        (te.scaling(DELAYED, te.dense), r"axis_names=\['data'\]"),
+        (te.scaling(DELAYED, te.dense, axis_names="nope"), r"inside of \('data',\)"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            jax.shard_map(jax.grad(use), mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(state, X)
+
+
+def test_column_and_row_parallel() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
+    spec = jax.sharding.PartitionSpec
+
+    def local(x: Any, w1: Any, w2: Any) -> Any:
+        return jax.lax.psum(te.dense(jax.nn.relu(te.dense(x, w1)), w2), "model")
+
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec(), spec(None, "model"), spec("model", None)), out_specs=spec()
+    )
+    flat = W1.reshape(32, 128)[:, :64]
+    plain = lambda x, w1, w2: jax.nn.relu(x @ w1) @ w2  # noqa: E731
+    found, wanted = (
+        jax.jit(jax.grad(lambda *a, f=f: (f(*a) ** 2).sum(), (0, 1, 2)))(X, flat, W2) for f in (split, plain)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-2)
+
+
+def test_sharded_arrays_under_jit_alone_are_refused() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    x = jax.device_put(X, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    with pytest.raises(UnsupportedError, match=r"(?s)2 devices under jax.jit.*jax.shard_map"):
+        jax.jit(te.dense)(x, W)
