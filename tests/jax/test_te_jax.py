@@ -462,7 +462,7 @@ def test_refused() -> None:
     ):
         with pytest.raises(ArgumentError, match=said):
             wrong()
-    for name in ("grouped_dense", "softmax", "MeshResource"):
+    for name in ("grouped_dense", "softmax"):
         with pytest.raises(UnsupportedError, match=f"(?s)te_jax.{name}.*To do: use"):
             getattr(te, name)(X)
     with pytest.raises(ImportError, match="te_jax.flax.*To do"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
+import jax.numpy as jnp  # noqa: E402
 import te_jax as te  # noqa: E402
 
 from te_core import ArgumentError, UnsupportedError  # noqa: E402
+from te_core.recipe import Float8CurrentScaling  # noqa: E402
 from tests.jax.test_te_jax import DELAYED, W1, W2, P, W, X, alike, loss_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
@@ -77,8 +80,67 @@ def test_column_and_row_parallel() -> None:
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-2)
 
 
-def test_sharded_arrays_under_jit_alone_are_refused() -> None:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    x = jax.device_put(X, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
-    with pytest.raises(UnsupportedError, match=r"(?s)2 devices under jax.jit.*jax.shard_map"):
-        jax.jit(te.dense)(x, W)
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("field", ["dp_resource", "fsdp_resource", "tp_resource"])
+def test_a_mesh_resource_names_the_axes_of_states(field: str, check: bool) -> None:
+    """As axis_names do; also where JAX does not know which arrays differ. An axis that no array differs along counts
+    for nothing."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "other"))
+    spec = jax.sharding.PartitionSpec
+
+    def states(s: Any, x: Any) -> Any:
+        """After a step; of each device."""
+        after = jax.grad(lambda s: (te.dense(x, W, recipe=DELAYED, scaling=s) ** 2).sum())(s)
+        return jax.tree.map(lambda a: a[None], after.arrays)
+
+    split = jax.jit(
+        jax.shard_map(states, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec("data"), check_vma=check)
+    )
+    x = X * jnp.arange(1, 5)[:, None, None]
+    wanted = split(te.scaling(DELAYED, te.dense, axis_names="data"), x)
+    resource = te.MeshResource(**{field: "data", "tpsp_resource": "other"})
+    with te.autocast(mesh_resource=resource), te.autocast(enabled=False):  # a region inside keeps the mesh
+        found = split(te.scaling(DELAYED, te.dense), x)
+    alike(found, wanted)
+    assert all(np.array_equal(one[0], one[1]) for one in found)
+    with pytest.raises(ArgumentError, match="axis_names") if check else nullcontext():
+        apart = split(te.scaling(DELAYED, te.dense), x)
+        assert not np.array_equal(apart[0][0], apart[0][1])
+
+
+def test_a_state_of_each_device_stays_its_own() -> None:
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), jax.sharding.PartitionSpec
+    states = jax.tree.map(lambda a: jnp.stack([a, a]), te.scaling(DELAYED, te.dense))
+
+    def step(s: Any, x: Any) -> Any:
+        own = jax.tree.map(lambda a: a[0], s)
+        after = jax.grad(lambda s: te.dense(x, W, recipe=DELAYED, scaling=s).sum())(own)
+        return jax.tree.map(lambda a: a[None], after)
+
+    split = jax.shard_map(step, mesh=mesh, in_specs=(spec("data"), spec("data")), out_specs=spec("data"))
+    x = X * jnp.arange(1, 5)[:, None, None]
+    with te.autocast(mesh_resource=te.MeshResource(dp_resource="data")):
+        found = jax.jit(split)(states, x)
+    assert not np.array_equal(found.scale_fwd[0], found.scale_fwd[1])
+
+
+def test_mesh_resources_that_are_refused() -> None:
+    for field in ("pp_resource", "cp_resource"):
+        with pytest.raises(UnsupportedError, match=f"{field}='x'.*leave {field} out"):
+            te.MeshResource(**{field: "x"})
+    with pytest.raises(ArgumentError, match="dp_resource=3"):
+        te.MeshResource(dp_resource=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="mesh_resource='data'"):
+        te.autocast(mesh_resource="data").__enter__()  # type: ignore[arg-type]
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), jax.sharding.PartitionSpec
+    split = jax.shard_map(
+        lambda s, x: te.dense(x, W, recipe=DELAYED, scaling=s), mesh=mesh, in_specs=(spec(), spec("data")),
+        out_specs=spec("data"),
+    )  # fmt: skip
+    other = te.MeshResource(dp_resource="batch")
+    with te.autocast(mesh_resource=other), pytest.raises(ArgumentError, match=r"'batch'.*inside of \('data',\)"):
+        split(te.scaling(DELAYED, te.dense), X)
+    with te.autocast(recipe=Float8CurrentScaling(), mesh_resource=other):
+        te.dense(X, W)
+        te.dense(X, W)
+    assert te.explain().count("mesh_resource has no effect on Float8CurrentScaling") == 1

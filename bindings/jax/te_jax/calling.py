@@ -79,6 +79,8 @@ def _called(
     elif scaling is not None:
         got = f"scaling= with {'no recipe' if recipe is None else type(recipe).__name__}"
         raise ArgumentError(name, got, "a state beside a recipe with a history", "pass recipe=, or leave scaling out")
+    elif whole.precision is not None and region().mesh.axes:
+        note(f"mesh_resource has no effect on {type(recipe).__name__}: each device scales its part by its own maxima")
     if seed is not None:
         given["seed"] = _seed(name, seed, whole.named.pairs)
     outputs: tuple[Any, ...] = layered(whole, alike(given))
