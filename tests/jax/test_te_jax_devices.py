@@ -144,3 +144,17 @@ def test_mesh_resources_that_are_refused() -> None:
         te.dense(X, W)
         te.dense(X, W)
     assert te.explain().count("mesh_resource has no effect on Float8CurrentScaling") == 1
+
+
+@pytest.mark.parametrize("which", ["x", "kernel", "both", "replicated", "rows of a mesh that is set"])
+def test_no_sharding_is_gathered_under_jit_alone(which: str) -> None:
+    """With and without gradients, and where the program decides: the layer is refused wherever there are devices."""
+    count = min(4, len(jax.devices()))
+    mesh, spec = jax.make_mesh((count,), ("data",), (jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec
+    place = lambda a, *axes: jax.device_put(a, jax.sharding.NamedSharding(mesh, spec(*axes)))  # noqa: E731
+    x = place(X, "data") if which not in ("kernel", "replicated") else place(X)
+    w = place(W, None, "data") if which in ("kernel", "both") else place(W)
+    around = jax.sharding.set_mesh(mesh) if which.endswith("set") else nullcontext()
+    for function in (te.dense, jax.jit(te.dense), jax.jit(jax.grad(lambda x, w: te.dense(x, w).sum(), (0, 1)))):
+        with around, pytest.raises(UnsupportedError, match=rf"(?s){count} devices under jax.jit.*jax.shard_map"):
+            function(x, w)
