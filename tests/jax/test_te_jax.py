@@ -427,9 +427,14 @@ def test_refused() -> None:
         jax.grad(lambda x: jax.grad(dense)(x).sum())(X)
     with pytest.raises(UnsupportedError, match="stop_gradient"):
         jax.grad(lambda x: te.dequantize(te.quantize(x, Float8CurrentScaling())).sum())(X[0])
+    gone = jnp.copy(X)
+    gone.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        te.dense(gone, W)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(dense, (X,), (X,))
     state, spread = te.scaling(DELAYED, te.dense), te.scaling(DELAYED, te.dense, axis_names="data")
+    halves = te.SequenceDescriptor.from_seqlens(jnp.ones(4) / 2)
     cast = lambda tree, dtype: jax.tree.map(lambda a: a.astype(dtype), tree)  # noqa: E731
     for wrong, said in (
         (lambda: te.dense(X[..., :5], W), "(?s)dense: got kernel.*K = 5"),
@@ -459,6 +464,11 @@ def test_refused() -> None:
         (lambda: te.autocast(recipe="fp8").__enter__(), "recipe"),  # type: ignore[arg-type]
         (lambda: te.quantize(X, None), "recipe"),
         (lambda: te.dequantize(X), "Quantized"),  # type: ignore[arg-type]
+        (lambda: jax.jit(lambda e: te.layernorm(X, GAMMA, None, "rmsnorm", epsilon=e))(1e-5), "epsilon.*known while"),
+        (lambda: jax.jit(lambda e: te.fused_attn((X, X, X), scaling_factor=e))(0.3), "scaling_factor.*known while"),
+        (lambda: jax.jit(lambda n: te.fused_attn((X, X, X), window_size=(n, 0)))(3), "window_size.*known while"),
+        (lambda: te.fused_attn((X, X, X), None, halves, attn_mask_type="padding"), "lengths float32.*integers"),
+        (lambda: te.layernorm_mlp(X, GAMMA, None, 3, [None, None], "rmsnorm"), "int as kernels"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ArgumentError, match=said):
             wrong()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,6 +39,9 @@ def test_data_parallel() -> None:
         jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec(), spec("data")), out_specs=spec()), argnums=(0, 1)
     )
     wanted = te.scaling(DELAYED, te.layernorm_mlp)
+    spread = te.scaling(DELAYED, te.layernorm_mlp, axis_names="data")
+    text = jax.jit(inside).lower(P, spread, X).compile().as_text()
+    assert "all-reduce" in text and not re.search("all-gather|all-to-all|collective-permute", text)
     found = [te.scaling(DELAYED, te.layernorm_mlp, axis_names="data")] * 2
     for step in range(3):
         x = X * (1 + step)

@@ -6,6 +6,7 @@ from te_jax.layers import activation, dense, layernorm, layernorm_dense, layerno
 from te_jax.not_built import grouped_dense, softmax
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.record import explain
+from te_jax.rules import checkpoint_names
 from te_jax.state import Scaling, scaling
 from te_jax.whole import multihead_attention, transformer_layer
 
@@ -20,6 +21,7 @@ __all__ = [
     "SequenceDescriptor",
     "activation",
     "autocast",
+    "checkpoint_names",
     "dense",
     "dequantize",
     "explain",

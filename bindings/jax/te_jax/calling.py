@@ -17,13 +17,13 @@ from te_core.recipe import Recipe
 from te_jax.context import region
 from te_jax.mesh import alike
 from te_jax.record import note
-from te_jax.rules import Layered, layered
+from te_jax.rules import CALLED, Layered, layered
 from te_jax.state import Scaling
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: What arguments of the core's layers are called here, and the layers themselves.
-_NAMES = {
-    "linear": "dense", "layernorm_linear": "layernorm_dense", "attention": "fused_attn", "weight": "kernel",
+_NAMES = CALLED | {
+    "attention_forward": "fused_attn", "softmax_scale": "scaling_factor", "sink": "softmax_offset", "weight": "kernel",
     "fc1_weight": "kernels[0]", "fc2_weight": "kernels[1]", "fc1_bias": "biases[0]", "fc2_bias": "biases[1]",
     "layer_norm_weight": "gamma", "layer_norm_bias": "beta", "core_attention_bias": "bias",
 }  # fmt: skip
@@ -41,6 +41,20 @@ def of_layer(layer: str) -> Callable[[F], F]:
     return marked
 
 
+def number(operation: str, name: str, value: Any) -> float:
+    """An option that is a number, as the core takes it."""
+    known_while_traced(operation, {name: value})
+    return float(value)
+
+
+def known_while_traced(operation: str, options: Mapping[str, Any]) -> None:
+    """Options become a part of the program: none of them may be an array that JAX traces."""
+    for name, value in options.items():
+        if any(isinstance(part, jax.core.Tracer) for part in (value if isinstance(value, tuple) else (value,))):
+            do = "close over the number, or let jax.jit have it as one of static_argnames"
+            raise ArgumentError(operation, f"{name} = {value}", "a value that is known while JAX traces", do)
+
+
 def call_layer(
     name: str,
     arrays: Mapping[str, Any],
@@ -51,6 +65,7 @@ def call_layer(
 ) -> tuple[Any, ...]:
     """The outputs of a layer. Mistakes are told by the names that arguments have here."""
     try:
+        known_while_traced(name, options)
         return _called(name, arrays, options, recipe, scaling, seed)
     except ArgumentError as error:
         if name in _WHOLE:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -109,6 +110,16 @@ def bind(work: Work, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 # ------------------------------------------------------------------------------------------------------- layers
+
+
+#: The functions of te_jax whose layers have another name in the core.
+CALLED = {"linear": "dense", "layernorm_linear": "layernorm_dense", "attention": "fused_attn", "rmsnorm": "layernorm"}
+#: By which policies of jax.checkpoint know what forward of a layer made: outputs, and what backward reads.
+checkpoint_names = tuple(
+    f"te_jax.{name}"
+    for name in ("activation", "dense", "fused_attn", "layernorm", "layernorm_dense", "layernorm_mlp")
+    + ("multihead_attention", "transformer_layer")
+)
 
 
 class Layered:
@@ -303,6 +314,7 @@ def _forward(whole: Layered, given: dict[str, Any]) -> tuple[tuple[Any, ...], An
     sides = whole.wanting(needs, seen)
     operands = _operands(sides, values)
     maxima, results = bind(sides.forward, operands)
+    maxima, results = checkpoint_name((maxima, results), f"te_jax.{CALLED.get(whole.name, whole.name)}")
     kept = {}
     if needs:
         both = enumerate([*operands, *results], len(sides.outputs))
