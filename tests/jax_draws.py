@@ -85,7 +85,10 @@ def attention(draw: random.Random) -> tuple[Any, tuple[Any, ...], Any]:
     groups = draw.choice((1, 2, 4))
     q, k = array(draw, batch, length, 4, width), array(draw, batch, keys, groups, width)
     mask = draw.choice([member.value for member in te.AttnMaskType])
-    options: dict[str, Any] = {"attn_mask_type": mask, "softmax_type": draw.choice(("vanilla", "vanilla", "off-by-one"))}
+    options: dict[str, Any] = {
+        "attn_mask_type": mask,
+        "softmax_type": draw.choice(("vanilla", "vanilla", "off-by-one")),
+    }
     if draw.random() < 0.3:
         options["window_size"] = draw.choice(((3, 0), (0, 0), (2, 2), (-1, 4), (-2, 1)))
     if "padding" in mask or draw.random() < 0.05:
