@@ -51,7 +51,9 @@ def by_torch(settings: Settings) -> tuple[list[float], Any, list[Any]]:
 two = pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
 
 
-@pytest.mark.parametrize("devices", ["one", pytest.param("data", marks=two), pytest.param("tensor", marks=two)])
+@pytest.mark.parametrize(
+    "devices", ["one", *(pytest.param(d, marks=[two, pytest.mark.more]) for d in ("data", "tensor"))]
+)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", ["delayed", *(pytest.param(r, marks=pytest.mark.more) for r in OTHERS)])
 def test_losses_agree(recipe: str, seed: int, devices: str, request: pytest.FixtureRequest) -> None:
