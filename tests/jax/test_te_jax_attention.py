@@ -193,11 +193,11 @@ def test_on_devices_of_a_mesh(refused: Any) -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
-    """A GPU that is not there."""
+    """As many GPUs that are not there as JAX sees devices."""
     from tests.core.fake_cuda import Machine
 
     monkeypatch.setattr(record, "_runtimes", {})
-    return Machine(monkeypatch, tmp_path)
+    return Machine(monkeypatch, tmp_path, devices=len(jax.devices()))
 
 
 @pytest.mark.skipif(ON_GPU, reason="hardware: on a CPU, for a GPU that is not there")
@@ -224,3 +224,18 @@ def test_a_gpu_decides_when_a_program_is_lowered_for_it(machine: Any, monkeypatc
     whole = jax.jit(lambda x: te.multihead_attention(x, params, num_attention_heads=4)).trace(x)
     with pytest.raises(UnsupportedError, match="float32"):
         whole.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.skipif(ON_GPU or len(jax.devices()) < 2, reason="hardware: on a CPU, for GPUs that are not there")
+@pytest.mark.parametrize("several", [True, False])
+def test_all_gpus_are_made_ready_before_a_program_over_a_mesh_runs(machine: Any, several: bool) -> None:
+    """On a GPU that records and loads in a running program others would wait, and it for them."""
+    count = 2 if several else 1
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",)), jax.sharding.PartitionSpec("data")
+    q = jnp.zeros((count, 20 + count, 4, 64), jnp.bfloat16)  # a shape of no other test: its work is new
+    split = jax.shard_map(lambda q: te.fused_attn((q, q, q)), mesh=mesh, in_specs=spec, out_specs=spec)
+    before = set(record._works)
+    jax.jit(split).trace(q).lower(lowering_platforms=("cuda",))
+    (work,) = (record._works[digest] for digest in record._works.keys() - before)
+    ready = {device.index for device in work._programs if device.kind == "cuda"}
+    assert ready == set(range(len(jax.devices()) if several else 1))

@@ -48,6 +48,8 @@ def _lower(ctx: Any, *operands: Any, work: Work, on_gpu: bool) -> Any:
     device = cuda_device(0) if on_gpu else CPU
     try:
         program = work.on(device)
+        for other in range(1, jax.local_device_count() if on_gpu and _over_mesh(ctx) else 0):
+            work.on(cuda_device(other))  # not while programs run, whose collectives wait for one another
     except UnsupportedError as refusal:
         if work.plain is None:
             raise
@@ -58,6 +60,12 @@ def _lower(ctx: Any, *operands: Any, work: Work, on_gpu: bool) -> Any:
     aliases = {work.used.index(operand): i for i, operand in enumerate(work.written)}
     rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=aliases)
     return rule(ctx, *operands, digest=np.int64(record.known(work)))[:-1]
+
+
+def _over_mesh(ctx: Any) -> bool:
+    """Whether a program runs on several devices."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return mesh is not None and mesh.size > 1
 
 
 def _refuse_partition(ctx: Any, work: Work) -> None:
