@@ -3,7 +3,12 @@
     python -m benchmarks.doors [--out FOLDER]
 
 Each door runs in a process of its own. `host us`: until the call returns, with the GPU idle before; `us`: a step among
-many, the GPU busy; `peak MiB`: what the step takes above its inputs, as the door's allocator counts (large shape).
+many, the GPU busy. `busy host us` and `busy us`: the same beside a thread that computes in Python all the time, so that
+whoever wants the interpreter's lock waits for it (up to 5 ms, `sys.getswitchinterval`).
+
+`peak MiB`: the most that the door's allocator held, inputs included, while each step was waited for; `peak ahead MiB`:
+also while the host ran ahead. XLA's memory is free again when the programs that use it have ended, so the gradients of
+several steps are alive then.
 """
 
 from __future__ import annotations
@@ -15,8 +20,10 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,29 +113,60 @@ def by_jax(tokens: int, hidden: int, inner: int) -> tuple[Callable[[], Any], Cal
 MAKERS = {"te_torch": by_torch, "cupy": by_cupy, "jax": by_jax}
 
 
+@contextmanager
+def busy() -> Iterator[None]:
+    """A thread beside it that always wants the interpreter's lock."""
+    going = [True]
+
+    def spin() -> None:
+        while going:
+            pass
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        going.clear()
+        thread.join()
+
+
+def host_us(step: Callable[[], Any], wait: Callable[[], None], calls: int) -> float:
+    """Until a call returns, each one waited for."""
+    spans = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        step()
+        spans.append(time.perf_counter() - begin)
+        wait()
+    return round(statistics.median(spans) * 1e6, 1)
+
+
+def among_us(step: Callable[[], Any], wait: Callable[[], None], rounds: int, calls: int) -> float:
+    """A step among many, with one wait behind them."""
+    spans = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            step()
+        wait()
+        spans.append((time.perf_counter() - begin) / calls)
+    return round(statistics.median(spans) * 1e6, 1)
+
+
 def measured(door: str) -> list[dict[str, Any]]:
     """The rows of a door."""
     rows = []
     for case, shape in SHAPES.items():
         step, wait, peak = MAKERS[door](*shape)
-        for _ in range(5):
-            step()
-        wait()
-        host = []
-        for _ in range(60):
-            begin = time.perf_counter()
-            step()
-            host.append(time.perf_counter() - begin)
-            wait()
-        spans = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            for _ in range(20):
-                step()
-            wait()
-            spans.append((time.perf_counter() - begin) / 20)
-        row = {"door": door, "case": case, "host us": round(statistics.median(host) * 1e6, 1)}
-        rows.append(row | {"us": round(statistics.median(spans) * 1e6, 1), "peak MiB": round(peak() / 2**20, 1)})
+        host_us(step, wait, 5)  # compiles, loads, records
+        row: dict[str, Any] = {"door": door, "case": case, "host us": host_us(step, wait, 60)}
+        waited = peak()
+        row["us"] = among_us(step, wait, 5, 20)
+        row["peak MiB"], row["peak ahead MiB"] = (round(n / 2**20, 1) for n in (waited, peak()))
+        with busy():
+            row["busy host us"], row["busy us"] = host_us(step, wait, 20), among_us(step, wait, 2, 20)
+        rows.append(row)
     return rows
 
 
@@ -141,16 +179,21 @@ def main() -> None:
     if given.door:
         print(json.dumps(measured(given.door)))
         return
+    from benchmarks import harness  # opens the GPU by torch: not in the processes of the others
+
     rows: list[dict[str, Any]] = []
+    begin = time.perf_counter()
     for door in DOORS:
         command = [sys.executable, "-m", "benchmarks.doors", "--door", door]
         paths = os.pathsep.join(filter(None, ["bindings/jax", os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
-        print(door, done.stdout.strip() or done.stderr[-1500:], flush=True)
-        rows += json.loads(done.stdout) if done.returncode == 0 else []
+        if done.returncode:
+            print(f"{door} failed: {done.stderr[-1500:]}", file=sys.stderr)
+        rows += json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else []
+    print(harness.table(rows))
     if given.out:
-        (given.out / "doors.json").write_text(json.dumps(rows, indent=1))
+        print(harness.write("doors", rows, given.out, time.perf_counter() - begin))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,15 @@ def angles(length: int, width: int) -> Any:
     return jnp.tile(jnp.arange(length)[:, None] * frequencies, (1, 2)).astype(jnp.float32)
 
 
-def loss(params: Any, scaling: Any, tokens: Any, config: GPTConfig, recipe: Recipe | None) -> Any:
+def whole_layer(x: Any, layer: Any, state: Any, turns: Any, config: GPTConfig, recipe: Recipe | None) -> Any:
+    """A layer: x + attention(norm(x)), then x + mlp(norm(x)), causal, on hidden states [B, S, H]."""
+    given, options = {**layer, "rotary_pos_emb": turns}, {"num_attention_heads": config.heads, "qkv_format": "bshd"}
+    return te.transformer_layer(x, given, recipe=recipe, scaling=state, **options)
+
+
+def loss(
+    params: Any, scaling: Any, tokens: Any, config: GPTConfig, recipe: Recipe | None, run_layer: Any = whole_layer
+) -> Any:
     """Mean cross-entropy of foretelling each token [B, S + 1] from those before it."""
     half, wide = jnp.bfloat16, ("weight" if recipe is not None else "norm_weight", "norm_bias")
     read, foretold = tokens[:, :-1], tokens[:, 1:]
@@ -61,14 +69,7 @@ def loss(params: Any, scaling: Any, tokens: Any, config: GPTConfig, recipe: Reci
     turns = angles(read.shape[1], config.hidden // config.heads)
     for layer, state in zip(params["layers"], scaling, strict=True):
         given = {n: p if any(word in n for word in wide) else p.astype(half) for n, p in layer.items()}
-        x = te.transformer_layer(
-            x,
-            {**given, "rotary_pos_emb": turns},
-            num_attention_heads=config.heads,
-            qkv_format="bshd",
-            recipe=recipe,
-            scaling=state,
-        )
+        x = run_layer(x, given, state, turns, config, recipe)
     x = te.layernorm(x, params["norm"], None, "rmsnorm", epsilon=1e-5)
     logits = (x @ params["embedding"].astype(half).T).astype(jnp.float32)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), foretold[..., None], -1)
@@ -90,9 +91,12 @@ def updated(params: Any, grads: Any, moments: Any, step: Any, rate: Any) -> tupl
     return jax.tree.map(moved, params, first, second), (first, second)
 
 
-def training_step(config: GPTConfig, recipe: Recipe | None) -> Any:
-    """step(params, moments, scaling, tokens, number, rate) -> (params, moments, scaling, loss), compiled."""
-    both = jax.value_and_grad(functools.partial(loss, config=config, recipe=recipe), argnums=(0, 1))
+def training_step(config: GPTConfig, recipe: Recipe | None, of: Any = None) -> Any:
+    """step(params, moments, scaling, tokens, number, rate) -> (params, moments, scaling, loss), compiled.
+
+    `of`: another loss(params, scaling, tokens).
+    """
+    both = jax.value_and_grad(of or functools.partial(loss, config=config, recipe=recipe), argnums=(0, 1))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params: Any, moments: Any, scaling: Any, tokens: Any, number: Any, rate: Any) -> Any:

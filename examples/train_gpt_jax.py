@@ -1,8 +1,10 @@
 """Train the small GPT of examples/gpt_jax.py on the text in examples/text, in JAX: in FP8, then in bf16 beside it.
 
-Runs on JAX's first device: on the CPU with te_core's reference backend. Sizes are those of examples/train_gpt.py.
+Runs on JAX's first device, or on several: on the CPU with te_core's reference backend. Sizes are those of
+examples/train_gpt.py.
 
     python examples/train_gpt_jax.py --recipe current --steps 100
+    python examples/train_gpt_jax.py --devices 2 --tensor-parallel
 """
 
 from __future__ import annotations
@@ -39,23 +41,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=positive, metavar="N", help=usual)
     parser.add_argument("--lr", dest="rate", type=rate, metavar="X", help="highest learning rate")
     parser.add_argument("--seed", type=seed, metavar="N", help="of weights and batches (0)")
+    parser.add_argument("--devices", type=positive, default=1, metavar="N", help="that divide the batch (1)")
+    parser.add_argument("--tensor-parallel", action="store_true", help="they divide heads and hidden channels instead")
     parser.add_argument("--text", type=Path, default=TEXT, help="file to learn")
     parser.add_argument("--out", type=Path, default=Path("build/train_jax"), help="folder of the results")
     parser.add_argument("--no-compare", action="store_true", help="leave the bf16 run out")
     return parser.parse_args(arguments)
 
 
-def train(settings: Settings, text: Any) -> dict[str, Any]:
+def check_devices(options: argparse.Namespace, s: Settings, here: int) -> None:
+    """That there are so many devices, and that they can divide what they are to divide."""
+    n, what = options.devices, "heads" if options.tensor_parallel else "batch"
+    if n > here:
+        raise UserError(f"--devices {n}: JAX sees {here}. Choose fewer")
+    if getattr(s, what) % n:
+        raise UserError(f"--devices {n} do not divide --{what} {getattr(s, what)} evenly. Choose a multiple of {n}")
+
+
+def train(settings: Settings, text: Any, devices: int, tensor_parallel: bool) -> dict[str, Any]:
     """A run, with a bar; its name, its losses, and how fast it was."""
     import jax.numpy as jnp
     import numpy as np
 
-    from examples import gpt_jax
+    from examples import gpt_jax, gpt_jax_devices
 
     s, recipe = settings, RECIPES[settings.recipe]
     config = GPTConfig(s.layers, s.hidden, s.heads)
-    step, scaling = gpt_jax.training_step(config, recipe), gpt_jax.states(config, recipe)
     params = gpt_jax.parameters(config, s.seed)
+    if devices > 1:
+        step, params, scaling = gpt_jax_devices.training(config, recipe, params, devices, tensor_parallel)
+    else:
+        step, scaling = gpt_jax.training_step(config, recipe), gpt_jax.states(config, recipe)
     moments, draw = gpt_jax.moments_of(params), np.random.default_rng(s.seed)
     bar, losses, begin = Progress(NAMES[s.recipe], s.steps), [], time.perf_counter()
     for number in range(s.steps):
@@ -81,16 +97,20 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"{error}. Install it: pip install jax") from error
         import numpy as np
 
+        jax.config.update("jax_num_cpu_devices", options.devices)  # of a CPU as many as are asked for
         kind = "cpu" if jax.default_backend() == "cpu" else "cuda"
         given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)}
         settings = dataclasses.replace(DEFAULTS[kind], **{n: v for n, v in given.items() if v is not None})
         tokens = np.frombuffer(read_text(options.text), np.uint8)
         check(settings, len(tokens))
+        check_devices(options, settings, jax.device_count())
         writable(options.out, ["loss.csv", "loss.png"])
         names = [settings.recipe] + ["none"] * (not options.no_compare and settings.recipe != "none")
-        print(f"Training on {jax.devices()[0].device_kind}: {options.text.name}", flush=True)
+        on = f"{options.devices} x {jax.devices()[0].device_kind}"
+        print(f"Training on {on}: {options.text.name}", flush=True)
         part = tokens[: learnt(len(tokens))]
-        results = [train(dataclasses.replace(settings, recipe=name), part) for name in names]
+        divided = options.devices, options.tensor_parallel
+        results = [train(dataclasses.replace(settings, recipe=name), part, *divided) for name in names]
     share = np.bincount(tokens, minlength=256) / len(tokens)
     entropy = float(-(share[share > 0] * np.log(share[share > 0])).sum())
     written = [write_csv(options.out / "loss.csv", results), write_curve(options.out / "loss.png", results, entropy)]

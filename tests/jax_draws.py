@@ -75,10 +75,31 @@ def drawn(draw: random.Random) -> tuple[Any, tuple[Any, ...], Any]:
             (jnp.ones((*lead, 2, k)),),
             lambda x: (*x.shape[:-2], x.shape[-1]),
         )
-    batch, length, width = draw.choice((1, 2)), draw.choice(SIZES[1:]), draw.choice((8, 16, 32))
-    q, kv = (array(draw, batch, length, heads, width) for heads in (4, draw.choice((1, 2, 4))))
-    mask = draw.choice(("causal", "no_mask"))
-    return lambda q, k: te.fused_attn((q, k, k), attn_mask_type=mask), (q, kv), lambda q, k: q.shape
+    return attention(draw)
+
+
+def attention(draw: random.Random) -> tuple[Any, tuple[Any, ...], Any]:
+    """The same of attention: masks, windows, lengths, a bias, kinds of softmax, dropout, each seldom one too many."""
+    batch, length, width = draw.choice((1, 2)), draw.choice(SIZES[1:]), draw.choice((8, 12, 16, 32))
+    keys = length if draw.random() < 0.7 else draw.choice(SIZES[1:])
+    groups = draw.choice((1, 2, 4))
+    q, k = array(draw, batch, length, 4, width), array(draw, batch, keys, groups, width)
+    mask = draw.choice([member.value for member in te.AttnMaskType])
+    options: dict[str, Any] = {
+        "attn_mask_type": mask,
+        "softmax_type": draw.choice(("vanilla", "vanilla", "off-by-one")),
+    }
+    if draw.random() < 0.3:
+        options["window_size"] = draw.choice(((3, 0), (0, 0), (2, 2), (-1, 4), (-2, 1)))
+    if "padding" in mask or draw.random() < 0.05:
+        lengths = [[draw.randrange(most + 1) for _ in range(batch)] for most in (length, keys)]
+        options["sequence_descriptor"] = te.SequenceDescriptor.from_seqlens(tuple(jnp.asarray(n) for n in lengths))
+    if draw.random() < 0.2:
+        options |= {"dropout_probability": draw.choice((0.1, 1.0)), "seed": jax.random.key(2)}
+    if draw.random() < 0.3:
+        bias = array(draw, draw.choice((1, batch)), draw.choice((1, 4)), draw.choice((1, length)), keys)
+        return lambda q, k, b: te.fused_attn((q, k, k), b, **options), (q, k, bias), lambda q, k, b: q.shape
+    return lambda q, k: te.fused_attn((q, k, k), **options), (q, k), lambda q, k: q.shape
 
 
 def run(count: int, seed: int) -> Counter[str]:

@@ -1,7 +1,8 @@
 """A tape for a host that brings all memory, such as XLA: it takes nothing from an allocator.
 
 Its slots are the inputs, then what the result lies in, then one block for all that a call needs besides: temporaries
-and scratch memory, each at its place.
+and scratch memory, each at its place. A host brings the result's memory for the whole call: until a part of it is
+written, temporaries lie there (of an FP8 MLP's backward: the activation's gradient, where that of a weight will be).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Hosted(NamedTuple):
 
     tape: Tape
     kept: tuple[int, ...]  # the recorded tape's slots in which its result lies: here they follow the inputs
-    block: int  # the bytes of the last slot
+    block: int  # the bytes of the last slot: where the memory of the result has no room
 
     def results(self) -> tuple[Slot, ...]:
         """The memory of the result."""
@@ -41,15 +42,19 @@ def hosted(rt: Runtime, tape: Tape) -> Hosted:
     if any(slot.way for slot in tape.slots) or any(isinstance(step, (Beside, Noticed, Waited)) for step in steps):
         raise NotRecordedError("work on other streams, in a host's memory")
     kept = tuple(sorted(i for i in tape.kept if tape.slots[i].kind == "memory"))
-    lives = _temporary(tape, steps, kept)
-    size = {i: tape.slots[i].nbytes for i in lives}
-    places, block = side_by_side(lives, size, _NO_LIMIT)
     where = {i: (i, 0) for i in range(tape.inputs)} | {i: (tape.inputs + n, 0) for n, i in enumerate(kept)}
+    lives, uses = _temporary(tape, steps, kept), lives_of(tape.slots, steps, ())[1]
+    size = {i: tape.slots[i].nbytes for i in lives}
+    for room in sorted(kept, key=lambda i: -tape.slots[i].nbytes):
+        before = {i: life for i, life in lives.items() if i not in where and life[1] <= uses.get(room, (0, 0))[0]}
+        found, _ = side_by_side(before, size, tape.slots[room].nbytes)
+        where |= {i: (where[room][0], at) for i, at in found.items()}
     last = tape.inputs + len(kept)
+    places, block = side_by_side({i: life for i, life in lives.items() if i not in where}, size, _NO_LIMIT)
     where |= {i: (last, at) for i, at in places.items()}
     for step in steps:
         step.patches = tuple(Patch(p.number, where[p.slot][0], p.offset + where[p.slot][1]) for p in step.patches)
-    zeroed = [_fill(rt, (last, places[i]), size[i]) for i in lives if tape.slots[i].zeroed]
+    zeroed = [_fill(rt, where[i], size[i]) for i in lives if tape.slots[i].zeroed]
     brought = [tape.slots[i]._replace(kind="input") for i in (*range(tape.inputs), *kept)]
     slots = [*brought, Slot("input", "temporaries", (block,), dtypes.uint8, block, 0)]
     return Hosted(Tape(tape.what, slots, [*zeroed, *steps], block, tape.result, tape.keeps), kept, block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from te_core.tape.walk import NotRecordedError
 from te_core.tensor import CPU, Tensor
 
 SIZE = 128
+LARGE = 1 << 17  # a recording puts smaller temporaries into one block
 RT = Runtime.cpu()
 
 
-def vector(rt: Runtime, value: float = 0.0) -> Tensor:
-    return rt.tensor(np.full(SIZE, value, np.float32))
+def vector(rt: Runtime, value: float = 0.0, size: int = SIZE) -> Tensor:
+    return rt.tensor(np.full(size, value, np.float32))
 
 
 def replayed(layer: Any, given: list[Tensor]) -> np.ndarray:
@@ -62,6 +64,32 @@ def test_temporaries_that_live_together_lie_apart() -> None:
 
     assert (replayed(layer, [vector(RT, 2.0)]) == 2.0 + 4 * (4.0 + 2.0)).all()
     assert hosted(RT, record(RT, "layer", layer, ((vector(RT),), {}), 16)).block == 2 * 4 * SIZE
+
+
+def test_temporaries_lie_where_the_result_will_be() -> None:
+    """Until it is written: what the step that writes it reads lies elsewhere."""
+
+    def layer(rt: Runtime, x: Tensor, early: bool) -> Tensor:
+        first, second, third, total = (rt.empty((LARGE,), dtypes.float32) for _ in range(4))
+        ops.context_sum(rt, x, None, out=first)
+        ops.context_sum(rt, x, first, out=second)
+        ops.context_sum(rt, first, second, out=third)
+        ops.context_sum(rt, third, second if early else first, out=total)
+        return total
+
+    for early, value in ((True, 10.0), (False, 8.0)):
+        assert (replayed(partial(layer, early=early), [vector(RT, 2.0, LARGE)]) == value).all()
+        made = hosted(RT, record(RT, "layer", partial(layer, early=early), ((vector(RT, 0.0, LARGE),), {}), 16))
+        assert made.block == 2 * 4 * LARGE  # of three: the first or the second one lies in the result
+
+    def at_once(rt: Runtime, x: Tensor) -> Tensor:
+        first, second, total = (rt.empty((LARGE,), dtypes.float32) for _ in range(3))
+        ops.context_sum(rt, x, None, out=first)
+        ops.context_sum(rt, x, first, out=second)
+        ops.context_sum(rt, first, second, out=total)
+        return total
+
+    assert hosted(RT, record(RT, "layer", at_once, ((vector(RT, 0.0, LARGE),), {}), 16)).block == 2 * 4 * LARGE
 
 
 def test_another_stream_is_no_hosts() -> None:

@@ -416,80 +416,6 @@ def test_autocast() -> None:
     assert np.array_equal(compiled(X, W), plain)
 
 
-# ------------------------------------------------------------------------------------------------ several devices
-
-
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
-def test_data_parallel() -> None:
-    """shard_map over devices: the gradients and the state of one device that has the whole batch."""
-    count = min(4, len(jax.devices()))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",))
-    spec = jax.sharding.PartitionSpec
-
-    def local(p: Any, s: Any, x: Any) -> Any:
-        return jax.lax.pmean(loss_of(p, s, x), "data")
-
-    whole = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))
-    inside = jax.shard_map(
-        jax.value_and_grad(local, argnums=(0, 1)), mesh=mesh, in_specs=(spec(), spec(), spec("data")),
-        out_specs=(spec(), spec()),
-    )  # fmt: skip
-    around = jax.value_and_grad(
-        jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec(), spec("data")), out_specs=spec()), argnums=(0, 1)
-    )
-    wanted = te.scaling(DELAYED, te.layernorm_mlp)
-    found = [te.scaling(DELAYED, te.layernorm_mlp, axis_names="data")] * 2
-    for step in range(3):
-        x = X * (1 + step)
-        value, (grads, wanted) = whole(P, wanted, x)
-        for i, function in enumerate((inside, around)):
-            got, (of, found[i]) = jax.jit(function)(P, found[i], x)
-            np.testing.assert_allclose(got, value, rtol=1e-5)
-            for a, b in zip(jax.tree.leaves(of), jax.tree.leaves(grads), strict=True):
-                np.testing.assert_allclose(a, b, rtol=0.02, atol=2e-4)
-            alike(found[i].arrays[:2], wanted.arrays[:2])
-
-
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
-def test_a_state_of_all_devices_names_their_axis() -> None:
-    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), jax.sharding.PartitionSpec
-    use = lambda s, x: jax.lax.pmean(te.dense(x, W, recipe=DELAYED, scaling=s).sum(), "data")  # noqa: E731
-    for state, said in (
-        (te.scaling(DELAYED, te.dense), r"axis_names=\['data'\]"),
-        (te.scaling(DELAYED, te.dense, axis_names="nope"), r"inside of \('data',\)"),
-    ):
-        with pytest.raises(ArgumentError, match=said):
-            jax.shard_map(jax.grad(use), mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(state, X)
-
-
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
-def test_column_and_row_parallel() -> None:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
-    spec = jax.sharding.PartitionSpec
-
-    def local(x: Any, w1: Any, w2: Any) -> Any:
-        return jax.lax.psum(te.dense(jax.nn.relu(te.dense(x, w1)), w2), "model")
-
-    split = jax.shard_map(
-        local, mesh=mesh, in_specs=(spec(), spec(None, "model"), spec("model", None)), out_specs=spec()
-    )
-    flat = W1.reshape(32, 128)[:, :64]
-    plain = lambda x, w1, w2: jax.nn.relu(x @ w1) @ w2  # noqa: E731
-    found, wanted = (
-        jax.jit(jax.grad(lambda *a, f=f: (f(*a) ** 2).sum(), (0, 1, 2)))(X, flat, W2) for f in (split, plain)
-    )
-    for a, b in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-2)
-
-
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
-def test_sharded_arrays_under_jit_alone_are_refused() -> None:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    x = jax.device_put(X, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
-    with pytest.raises(UnsupportedError, match=r"(?s)2 devices under jax.jit.*jax.shard_map"):
-        jax.jit(te.dense)(x, W)
-
-
 # -------------------------------------------------------------------------------------------------- refused, wrong
 
 
@@ -501,9 +427,14 @@ def test_refused() -> None:
         jax.grad(lambda x: jax.grad(dense)(x).sum())(X)
     with pytest.raises(UnsupportedError, match="stop_gradient"):
         jax.grad(lambda x: te.dequantize(te.quantize(x, Float8CurrentScaling())).sum())(X[0])
+    gone = jnp.copy(X)
+    gone.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        te.dense(gone, W)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(dense, (X,), (X,))
     state, spread = te.scaling(DELAYED, te.dense), te.scaling(DELAYED, te.dense, axis_names="data")
+    halves = te.SequenceDescriptor.from_seqlens(jnp.ones(4) / 2)
     cast = lambda tree, dtype: jax.tree.map(lambda a: a.astype(dtype), tree)  # noqa: E731
     for wrong, said in (
         (lambda: te.dense(X[..., :5], W), "(?s)dense: got kernel.*K = 5"),
@@ -533,10 +464,15 @@ def test_refused() -> None:
         (lambda: te.autocast(recipe="fp8").__enter__(), "recipe"),  # type: ignore[arg-type]
         (lambda: te.quantize(X, None), "recipe"),
         (lambda: te.dequantize(X), "Quantized"),  # type: ignore[arg-type]
+        (lambda: jax.jit(lambda e: te.layernorm(X, GAMMA, None, "rmsnorm", epsilon=e))(1e-5), "epsilon.*known while"),
+        (lambda: jax.jit(lambda e: te.fused_attn((X, X, X), scaling_factor=e))(0.3), "scaling_factor.*known while"),
+        (lambda: jax.jit(lambda n: te.fused_attn((X, X, X), window_size=(n, 0)))(3), "window_size.*known while"),
+        (lambda: te.fused_attn((X, X, X), None, halves, attn_mask_type="padding"), "lengths float32.*integers"),
+        (lambda: te.layernorm_mlp(X, GAMMA, None, 3, [None, None], "rmsnorm"), "int as kernels"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ArgumentError, match=said):
             wrong()
-    for name in ("grouped_dense", "softmax", "MeshResource"):
+    for name in ("grouped_dense", "softmax"):
         with pytest.raises(UnsupportedError, match=f"(?s)te_jax.{name}.*To do: use"):
             getattr(te, name)(X)
     with pytest.raises(ImportError, match="te_jax.flax.*To do"):

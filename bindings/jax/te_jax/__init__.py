@@ -1,11 +1,12 @@
 """te_core for JAX: low-precision layers as functions of JAX arrays, under jit, grad, scan, remat and shard_map."""
 
 from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
-from te_jax.context import autocast
+from te_jax.context import MeshResource, autocast
 from te_jax.layers import activation, dense, layernorm, layernorm_dense, layernorm_mlp
-from te_jax.not_built import MeshResource, grouped_dense, softmax
+from te_jax.not_built import grouped_dense, softmax
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.record import explain
+from te_jax.rules import checkpoint_names
 from te_jax.state import Scaling, scaling
 from te_jax.whole import multihead_attention, transformer_layer
 
@@ -20,6 +21,7 @@ __all__ = [
     "SequenceDescriptor",
     "activation",
     "autocast",
+    "checkpoint_names",
     "dense",
     "dequantize",
     "explain",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_jax.calling import call_layer
+from te_jax.calling import call_layer, number
 
 
 class AttnBiasType(str, Enum):
@@ -112,11 +112,15 @@ def fused_attn(
     q, k, v = _parted(qkv, layout)
     packed = layout.startswith("t")
     _check(kind, bias, packed or "padding" in mask, sequence_descriptor, max_segments_per_seq)
-    dropout = float(dropout_probability) if is_training else 0.0
+    dropout = number("fused_attn", "dropout_probability", dropout_probability) if is_training else 0.0
     arrays = {"q": q, "k": k, "v": v, "core_attention_bias": bias, "softmax_offset": softmax_offset}
     if sequence_descriptor is not None:
         for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_kv"), sequence_descriptor.seqlens, strict=True):
-            sums = jnp.cumsum(jnp.asarray(lengths, jnp.int32), dtype=jnp.int32)
+            lengths = jnp.asarray(lengths)
+            if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.ndim != 1:
+                got, do = f"lengths {lengths.dtype}{list(lengths.shape)}", "pass one integer for each sequence"
+                raise ArgumentError("fused_attn", got, "integers [batch]", do)
+            sums = jnp.cumsum(lengths, dtype=jnp.int32)
             arrays[name] = jnp.concatenate([jnp.zeros(1, jnp.int32), sums])
     options = {
         "qkv_format": "thd" if packed else "bshd",

@@ -14,15 +14,16 @@ from te_core.errors import ArgumentError
 from te_core.layers.table import LAYERS
 from te_core.quantize.operands import takes_turned
 from te_core.recipe import Recipe
+from te_jax.context import region
 from te_jax.mesh import alike
 from te_jax.record import note
-from te_jax.rules import Layered, layered
+from te_jax.rules import CALLED, Layered, layered
 from te_jax.state import Scaling
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: What arguments of the core's layers are called here, and the layers themselves.
-_NAMES = {
-    "linear": "dense", "layernorm_linear": "layernorm_dense", "attention": "fused_attn", "weight": "kernel",
+_NAMES = CALLED | {
+    "attention_forward": "fused_attn", "softmax_scale": "scaling_factor", "sink": "softmax_offset", "weight": "kernel",
     "fc1_weight": "kernels[0]", "fc2_weight": "kernels[1]", "fc1_bias": "biases[0]", "fc2_bias": "biases[1]",
     "layer_norm_weight": "gamma", "layer_norm_bias": "beta", "core_attention_bias": "bias",
 }  # fmt: skip
@@ -40,6 +41,20 @@ def of_layer(layer: str) -> Callable[[F], F]:
     return marked
 
 
+def number(operation: str, name: str, value: Any) -> float:
+    """An option that is a number, as the core takes it."""
+    known_while_traced(operation, {name: value})
+    return float(value)
+
+
+def known_while_traced(operation: str, options: Mapping[str, Any]) -> None:
+    """Options become a part of the program: none of them may be an array that JAX traces."""
+    for name, value in options.items():
+        if any(isinstance(part, jax.core.Tracer) for part in (value if isinstance(value, tuple) else (value,))):
+            do = "close over the number, or let jax.jit have it as one of static_argnames"
+            raise ArgumentError(operation, f"{name} = {value}", "a value that is known while JAX traces", do)
+
+
 def call_layer(
     name: str,
     arrays: Mapping[str, Any],
@@ -50,6 +65,7 @@ def call_layer(
 ) -> tuple[Any, ...]:
     """The outputs of a layer. Mistakes are told by the names that arguments have here."""
     try:
+        known_while_traced(name, options)
         return _called(name, arrays, options, recipe, scaling, seed)
     except ArgumentError as error:
         if name in _WHOLE:
@@ -72,12 +88,14 @@ def _called(
         if not options["turned"]:  # XLA transposes what te_core cannot read as it lies
             given |= {n: given[n].T for n in LAYERS[name].products}
             note(f"{name}: XLA transposes kernels for {type(recipe).__name__}, whose weights lie [out, in]")
-    whole = Layered.of(name, options, recipe, given)
+    whole = Layered.of(name, options, recipe, region().strict, given)
     if whole.history:
         given["scaling"] = _entered(whole, scaling, given)
     elif scaling is not None:
         got = f"scaling= with {'no recipe' if recipe is None else type(recipe).__name__}"
         raise ArgumentError(name, got, "a state beside a recipe with a history", "pass recipe=, or leave scaling out")
+    elif whole.precision is not None and region().mesh.axes:
+        note(f"mesh_resource has no effect on {type(recipe).__name__}: each device scales its part by its own maxima")
     if seed is not None:
         given["seed"] = _seed(name, seed, whole.named.pairs)
     outputs: tuple[Any, ...] = layered(whole, alike(given))

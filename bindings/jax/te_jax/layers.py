@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from te_core.errors import ArgumentError
 from te_core.recipe import Recipe
-from te_jax.calling import call_layer, of_layer
+from te_jax.calling import call_layer, number, of_layer
 from te_jax.context import chosen
 from te_jax.state import Scaling
 
@@ -74,7 +74,11 @@ def _norm(operation: str, norm_type: str, beta: Any, zero_centered_gamma: bool, 
         got = f"norm_type={norm_type!r} with beta {'left out' if beta is None else 'given'}"
         allowed = "'layernorm' with beta, 'rmsnorm' with beta=None"
         raise ArgumentError(operation, got, allowed, "correct norm_type or beta")
-    return {"normalization": kind, "zero_centered_gamma": zero_centered_gamma, "eps": float(epsilon)}
+    return {
+        "normalization": kind,
+        "zero_centered_gamma": zero_centered_gamma,
+        "eps": number(operation, "epsilon", epsilon),
+    }
 
 
 def layernorm(
@@ -164,9 +168,10 @@ def layernorm_mlp(
     """
     options = _norm("layernorm_mlp", norm_type, beta, zero_centered_gamma, epsilon)
     options["activation"] = _activation("layernorm_mlp", activation_type)
-    pairs = [list(part) if part is not None else [None, None] for part in (kernels, biases)]
-    if any(len(part) != 2 for part in pairs):
-        got = f"{len(pairs[0])} kernels and {len(pairs[1])} biases"
+    pairs = [[None, None] if part is None else part for part in (kernels, biases)]
+    lengths = [len(part) if isinstance(part, (list, tuple)) else f"{type(part).__name__} as" for part in pairs]
+    if lengths != [2, 2]:
+        got = f"{lengths[0]} kernels and {lengths[1]} biases"
         raise ArgumentError("layernorm_mlp", got, "two of each; None for a bias", "correct the lists")
     inner, outer = (jnp.asarray(kernel) for kernel in pairs[0])
     count = 1 if isinstance(activation_type, str) else len(activation_type)

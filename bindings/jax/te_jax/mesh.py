@@ -20,6 +20,16 @@ def _axes_of(array: Any) -> frozenset[str]:
     return found
 
 
+def bound() -> tuple[str, ...]:
+    """The axes of the jax.shard_map that is traced."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def tracked() -> bool:
+    """Whether JAX knows along which of them an array differs: not with check_vma=False."""
+    return bool(_axes_of(jax.lax.axis_index(bound())))
+
+
 def varying(array: Any, axes: Sequence[str]) -> Any:
     """The same array as one that differs along these axes, too. The gradient of such a one is summed over them."""
     missing = tuple(sorted(set(axes) - axes_of(array)))

@@ -10,7 +10,6 @@ from te_core.errors import UnsupportedError
 _INSTEAD = {
     "grouped_dense": "a te_jax.dense for each group, or te_core.functional.grouped_linear outside of jax.jit",
     "softmax": "jax.nn.softmax, or te_jax.fused_attn for attention",
-    "MeshResource": "jax.shard_map around the call, and te_jax.scaling(..., axis_names=...)",
 }
 
 
@@ -23,4 +22,4 @@ def _refusing(name: str, instead: str) -> Any:
     return refuse
 
 
-grouped_dense, softmax, MeshResource = (_refusing(name, instead) for name, instead in _INSTEAD.items())
+grouped_dense, softmax = (_refusing(name, instead) for name, instead in _INSTEAD.items())

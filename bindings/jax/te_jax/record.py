@@ -116,6 +116,8 @@ class Work:
         written: Sequence[int] = (),
     ) -> None:
         self.name, self.function, self.build = name, function, build
+        #: The same in JAX's own operations, of the operands that are used: for devices where te_core refuses it.
+        self.plain: Callable[..., list[Any]] | None = None
         self.operands, self.written = tuple(operands), tuple(written)
         whole = f"{te_core.__version__} {name} {content} {self.operands} {self.written}"
         self.digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
@@ -174,6 +176,11 @@ class Work:
         if blocks - {made.block}:
             got = f"{made.block} bytes of temporaries on {device}, {max(blocks)} on another GPU"
             raise UnsupportedError(self.name, got, "GPUs of one kind", "let JAX see GPUs of one kind")
+
+    def of(self, device: Device) -> str:
+        """What it is there, in words."""
+        operands = ", ".join(f"{self.operands[i].dtype}{list(self.operands[i].shape)}" for i in self.used)
+        return f"{self.name} on {device}: {operands}"
 
     def standing(self) -> Any:
         """What the function returns, over addresses that stand for operands and results."""
@@ -244,7 +251,6 @@ def explain() -> str:
         for device, program in list(work._programs.items()):
             if device is CPU and len(work._programs) > 1:
                 continue  # that one was made for its shapes alone
-            operands = ", ".join(f"{work.operands[i].dtype}{list(work.operands[i].shape)}" for i in work.used)
             steps, block = len(program.made.tape.steps), program.made.block
-            lines.append(f"{work.name} on {device}: {operands}; {steps} steps, {block} bytes of temporaries")
+            lines.append(f"{work.of(device)}; {steps} steps, {block} bytes of temporaries")
     return "\n".join([*lines, *_notes]) or "no program with layers of te_core was lowered yet"

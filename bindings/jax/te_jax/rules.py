@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -21,7 +22,7 @@ from te_core.quantize.state import Scales
 from te_core.recipe import Recipe
 from te_core.runtime import Runtime
 from te_core.tensor import CPU, Tensor, cuda_device
-from te_jax import handler, record
+from te_jax import handler, plain, record
 from te_jax.mesh import alike
 from te_jax.record import Array, Part, Work
 
@@ -44,11 +45,27 @@ def _aval(kind: Array, like: Any) -> Any:
 
 def _lower(ctx: Any, *operands: Any, work: Work, on_gpu: bool) -> Any:
     _refuse_partition(ctx, work)
-    program = work.on(cuda_device(0) if on_gpu else CPU)
+    device = cuda_device(0) if on_gpu else CPU
+    try:
+        program = work.on(device)
+        for other in range(1, jax.local_device_count() if on_gpu and _over_mesh(ctx) else 0):
+            work.on(cuda_device(other))  # not while programs run, whose collectives wait for one another
+    except UnsupportedError as refusal:
+        if work.plain is None:
+            raise
+        record.note(f"{work.of(device)}; plain JAX, for te_core refuses: {refusal.got}")
+        shapes = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        return mlir.lower_fun(work.plain, multiple_results=True)(ctx.replace(avals_in=shapes), *operands)
     ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((max(program.made.block, 1),), np.uint8)])
     aliases = {work.used.index(operand): i for i, operand in enumerate(work.written)}
     rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=aliases)
     return rule(ctx, *operands, digest=np.int64(record.known(work)))[:-1]
+
+
+def _over_mesh(ctx: Any) -> bool:
+    """Whether a program runs on several devices."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return mesh is not None and mesh.size > 1
 
 
 def _refuse_partition(ctx: Any, work: Work) -> None:
@@ -103,16 +120,31 @@ def bind(work: Work, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 # ------------------------------------------------------------------------------------------------------- layers
 
 
+#: The functions of te_jax whose layers have another name in the core.
+CALLED = {"linear": "dense", "layernorm_linear": "layernorm_dense", "attention": "fused_attn", "rmsnorm": "layernorm"}
+#: By which policies of jax.checkpoint know what forward of a layer made: outputs, and what backward reads.
+checkpoint_names = tuple(
+    f"te_jax.{name}"
+    for name in ("activation", "dense", "fused_attn", "layernorm", "layernorm_dense", "layernorm_mlp")
+    + ("multihead_attention", "transformer_layer")
+)
+
+
 class Layered:
     """A layer of the table with its options, on arrays of these shapes. One object for equal ones."""
 
     made: dict[Any, Layered] = {}
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], recipe: Recipe | None, given: tuple[tuple[str, Array], ...]
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        recipe: Recipe | None,
+        strict: bool,
+        given: tuple[tuple[str, Array], ...],
     ) -> None:
         self.named = Named(LAYERS[name])
-        self.name, self.recipe, self.given = name, recipe, given
+        self.name, self.recipe, self.strict, self.given = name, recipe, strict, given
         self.layer, self.options = self.named.layer, dict(options)
         self.precision = precision_of(name, recipe)
         rt = record.runtime(CPU)
@@ -122,13 +154,15 @@ class Layered:
         self.sides: dict[Any, Sides] = {}
 
     @classmethod
-    def of(cls, name: str, options: Mapping[str, Any], recipe: Recipe | None, given: Mapping[str, Any]) -> Layered:
-        """The one of these."""
+    def of(
+        cls, name: str, options: Mapping[str, Any], recipe: Recipe | None, strict: bool, given: Mapping[str, Any]
+    ) -> Layered:
+        """The one of these. `strict`: what te_core refuses is an error, also where plain JAX could do it."""
         shapes = tuple((n, Array(tuple(a.shape), dtypes.dtype(np.dtype(a.dtype)))) for n, a in given.items())
         precision = precision_of(name, recipe)
-        key = name, tuple(options.items()), None if precision is None else precision.serial, shapes
+        key = name, tuple(options.items()), None if precision is None else precision.serial, strict, shapes
         found = cls.made.get(key)
-        return found if found is not None else cls.made.setdefault(key, cls(name, options, recipe, shapes))
+        return found if found is not None else cls.made.setdefault(key, cls(name, options, recipe, strict, shapes))
 
     @property
     def history(self) -> bool:
@@ -167,9 +201,13 @@ class Sides:
         function = partial(self.call.forward.function, spec=self.call.spec)
         name = f"{whole.name} forward"
         self.forward = Work(name, function, operands, self._forward_call, content, written)
-        outputs, _ = self.forward.standing()
+        outputs, saved = self.forward.standing()
         self.outputs: list[Any] = [self.forward.where(t) for t in outputs]
         self._content = content
+        self._replaceable = whole.name == "attention" and not whole.strict
+        if self._replaceable:
+            self._sums = self.forward.where(saved.stats)
+            self.forward.plain = self._plain_forward
 
     @property
     def draws(self) -> bool:
@@ -204,7 +242,24 @@ class Sides:
         written = (count + self._state + 3,) if self._seen else ()
         function = partial(self.call.backward.function, spec=self.call.spec)
         name = f"{self.whole.name} backward"
-        return Work(name, function, operands, self._backward_call, self._content, written)
+        work = Work(name, function, operands, self._backward_call, self._content, written)
+        work.plain = self._plain_backward if self._replaceable else None
+        return work
+
+    def _plain_forward(self, *operands: Any) -> list[Any]:
+        work = self.forward
+        out, sums = plain.forward(self.call.spec, self._by_name(dict(zip(work.used, operands, strict=True))))
+        return _placed(work, [(self.outputs[0], out), (self._sums, sums)])
+
+    def _plain_backward(self, *operands: Any) -> list[Any]:
+        work = self.backward
+        dy, *given = (dict(zip(work.used, operands, strict=True)).get(i) for i in range(len(work.operands)))
+        grads = plain.backward(self.call.spec, self.needs, dy, self._by_name(dict(enumerate(given))))
+        return _placed(work, [(self.gradients[name], grads[name]) for name in self.gradients])
+
+    def _by_name(self, operands: Mapping[int, Any]) -> dict[str, Any]:
+        names = [*(name for name, _ in self.whole.given), "seed"]
+        return {name: operands[i] for i, name in enumerate(names) if operands.get(i) is not None}
 
     @cached_property
     def gradients(self) -> dict[str, Part]:
@@ -223,6 +278,12 @@ def shown(part: Part, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         wide = flat.reshape(-1, array.dtype.itemsize) if array.dtype.itemsize > 1 else flat
         found = jax.lax.bitcast_convert_type(wide, array.dtype.numpy)
     return found.reshape(array.shape)
+
+
+def _placed(work: Work, made: Sequence[tuple[Part | None, Any]]) -> list[Any]:
+    """Arrays as the results of work whose parts they are."""
+    found = {part.number - len(work.operands): array for part, array in made if part is not None}
+    return [found[i].reshape(kind.shape) for i, kind in enumerate(work.results)]
 
 
 # ------------------------------------------------------------------------------------------------ differentiation
@@ -261,6 +322,7 @@ def _forward(whole: Layered, given: dict[str, Any]) -> tuple[tuple[Any, ...], An
     sides = whole.wanting(needs, seen)
     operands = _operands(sides, values)
     maxima, results = bind(sides.forward, operands)
+    maxima, results = checkpoint_name((maxima, results), f"te_jax.{CALLED.get(whole.name, whole.name)}")
     kept = {}
     if needs:
         both = enumerate([*operands, *results], len(sides.outputs))

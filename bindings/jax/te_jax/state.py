@@ -19,7 +19,8 @@ from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import Recipe
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-from te_jax.mesh import axes_of, varying
+from te_jax.context import region
+from te_jax.mesh import axes_of, bound, tracked, varying
 from te_jax.record import Array, Work
 from te_jax.rules import bind
 
@@ -56,26 +57,37 @@ class Scaling:
     def entered(self, operation: str, given: Any) -> tuple[Any, ...]:
         """The arrays for a call of a layer on these. Layers of one trace share them: so the maxima of a layer that is
         used twice add up before the update."""
-        self._check(operation, given)
-        trace = get_opaque_trace_state()
+        axes = self.rule.axes or self._named(operation, given)
+        self._check(operation, given, axes)
+        trace = get_opaque_trace_state(), axes
         if self._entered is None or self._entered[0] != trace:
-            self._entered = trace, _entered(self.rule, self.arrays)
+            self._entered = trace, _entered(self.rule, axes, self.arrays)
         found: tuple[Any, ...] = self._entered[1]
         return found
 
-    def _check(self, operation: str, given: Any) -> None:
+    def _named(self, operation: str, given: Any) -> tuple[str, ...]:
+        """Of the axes of the region's mesh those along which devices share the state, but not the arrays."""
+        named, here = region().mesh.axes, bound()
+        if not named or not here:
+            return ()
+        if not set(named) <= set(here):
+            got = f"mesh_resource of axes {named} inside of {here}"
+            raise ArgumentError(operation, got, "axes of the jax.shard_map that the call is in", "correct its fields")
+        apart = axes_of(tuple(given.values())) if tracked() else set(named)
+        return tuple(axis for axis in named if axis in apart - axes_of(self.arrays))
+
+    def _check(self, operation: str, given: Any, axes: tuple[str, ...]) -> None:
         rule = self.rule
         for name, array, shape in zip(NAMES, self.arrays, rule.shapes(), strict=True):
             if jnp.shape(array) != shape or jnp.result_type(array) != jnp.float32:
                 got = f"{name} = {jnp.result_type(array)}{list(jnp.shape(array))}"
                 do = "pass the state as te_jax.scaling or jax.grad made it; of stacked states, one layer's"
                 raise ArgumentError(operation, got, f"float32{list(shape)}", do)
-        bound = jax.sharding.get_abstract_mesh().manual_axes
-        if not set(rule.axes) <= set(bound):
-            where = f"inside of {tuple(bound)}" if bound else "outside of shard_map"
+        if not set(axes) <= set(bound()):
+            where = f"inside of {bound()}" if bound() else "outside of shard_map"
             got = f"a state with axis_names={rule.axes} {where}"
             raise ArgumentError(operation, got, "axes of the jax.shard_map that the call is in", "correct axis_names")
-        apart = axes_of(tuple(given.values())) - axes_of(self.arrays) - set(rule.axes)
+        apart = axes_of(tuple(given.values())) - axes_of(self.arrays) - set(axes)
         if apart:
             got = f"one state for all devices along {sorted(apart)}, without axis_names"
             do = f"make it with te_jax.scaling(recipe, function, axis_names={sorted(apart)})"
@@ -151,22 +163,22 @@ def _update(slots: int, rows: int, algo: Any, limit: float) -> Work:
     return Work("update", update, operands, lambda rt, tensors: (tuple(tensors), {}), f"{algo} {limit}", (0, 1, 2))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _entered(rule: Rule, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _entered(rule: Rule, axes: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     scales = [jnp.where(scale > 0, scale, 1.0) for scale in arrays[::2]]  # a state that no step has made yet
     entered = scales[0], arrays[1], scales[1], arrays[3]
-    return tuple(varying(a, rule.axes) for a in entered)
+    return tuple(varying(a, axes) for a in entered)
 
 
-def _enter(rule: Rule, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    return _entered(rule, arrays), arrays
+def _enter(rule: Rule, axes: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    return _entered(rule, axes, arrays), arrays
 
 
-def _leave(rule: Rule, arrays: tuple[Any, ...], seen: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
+def _leave(rule: Rule, axes: tuple[str, ...], arrays: tuple[Any, ...], seen: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
     """The next state."""
     found: list[Any] = []
     for update, scale, history, maxima in zip(rule.updates(), arrays[::2], arrays[1::2], seen[1::2], strict=True):
-        last = maxima[0] if not rule.axes else jax.lax.pmax(maxima[0], rule.axes)
+        last = maxima[0] if not axes else jax.lax.pmax(maxima[0], axes)
         now = jnp.where(scale > 0, scale, 1.0)
         (after, rolled, _), _ = bind(update, [now, history.at[0].set(last), jnp.zeros_like(scale)])
         found += [after, rolled]

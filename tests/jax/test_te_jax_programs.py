@@ -1,0 +1,75 @@
+"""What programs with layers of te_jax contain: which calls, which copies; and how long they live."""
+
+from __future__ import annotations
+
+import gc
+import re
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import te_jax as te  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+from te_jax import rules  # noqa: E402
+
+from te_core.layers.table import LAYERS  # noqa: E402
+from tests.jax.test_te_jax import DELAYED, ON_GPU, W1, W2, B, P, X, alike, loss_of  # noqa: E402
+
+BOTH = jax.value_and_grad(loss_of, argnums=(0, 1))
+
+
+@pytest.mark.parametrize(
+    "names, forwards",
+    [((), 2), (te.checkpoint_names, 1), (("te_jax.layernorm_mlp",), 1), (("te_jax.dense",), 2)],
+    ids=["nothing", "all", "layernorm_mlp", "dense"],
+)
+def test_policies_of_remat_know_layers_by_name(names: tuple[str, ...], forwards: int) -> None:
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    again = lambda p, s, x: jnp.sin(jax.checkpoint(loss_of, policy=policy)(p, s, x))  # noqa: E731
+    text = jax.jit(jax.value_and_grad(again, argnums=(0, 1))).lower(P, te.scaling(DELAYED, te.layernorm_mlp), X)
+    assert text.as_text().count("@te_tape(") == forwards + 3  # backward, and the update of two scales
+
+
+def test_every_function_has_a_name_for_policies() -> None:
+    called = {f"te_jax.{rules.CALLED.get(name, name)}" for name in LAYERS}
+    assert set(te.checkpoint_names) <= called and all(hasattr(te, n.split(".")[1]) for n in te.checkpoint_names)
+
+
+def test_nothing_large_is_copied() -> None:
+    """Weights and what backward reads are used where they lie; of donated states a row of maxima is written."""
+    state = te.scaling(DELAYED, te.layernorm_mlp)
+    text = jax.jit(BOTH, donate_argnums=1).lower(P, state, X).compile().as_text()
+    copied = re.findall(r"= (\w+)\[([\d,]*)\]\S* (?:copy|transpose)\(", text)
+    largest = max(array.size for array in state.arrays)
+    assert all(np.prod([int(n) for n in shape.split(",") if n]) <= largest for _, shape in copied), copied
+    assert min(W1.size, W2.size, X.size) > largest
+
+
+def test_a_compiled_program_outlives_what_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = te.scaling(DELAYED, te.layernorm_mlp)
+    compiled = jax.jit(BOTH).lower(P, state, X[:3]).compile()
+    wanted = compiled(P, state, X[:3])
+    monkeypatch.setattr(rules.Layered, "made", {})
+    for layer in LAYERS.values():
+        layer.calls.clear()
+    jax.clear_caches()
+    gc.collect()
+    alike(compiled(P, state, X[:3]), wanted)
+
+
+@pytest.mark.skipif(ON_GPU, reason="hardware: products of a GPU are TF32, too coarse for differences")
+def test_gradients_are_differences() -> None:
+    x, g, w1, w2 = X[0, :4], P["g"], W1, W2
+    q = x.reshape(1, 4, 2, 16)
+    for function, given in (
+        (lambda x, w, b: te.dense(x, w, b), (x, w1[:, 0, :48], B)),
+        (lambda x, g: te.layernorm(x, g, None, "rmsnorm"), (x, g)),
+        (lambda x, w, g: te.layernorm_dense(x, w, g, None, norm_type="rmsnorm"), (x, w1[:, 0], g)),
+        (lambda x, g, a, b: te.layernorm_mlp(x, g, None, [a, b], [None, None], "rmsnorm"), (x, g, w1[:, :1], w2)),
+        (lambda x: te.activation(x, ("silu", "linear")), (x,)),
+        (lambda q, k, v: te.fused_attn((q, k, v)), (q, 2 * q, 1 - q)),
+    ):
+        check_grads(function, given, order=1, modes=["rev"], atol=0.02, rtol=0.02, eps=1e-2)

@@ -1,0 +1,43 @@
+"""The benchmark of doors on a door that is not there: memory that is only let go of when somebody waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks import doors
+
+
+def test_peaks_of_waited_steps_and_of_a_host_that_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, most, threads = [0], [0], set()
+
+    def make(*shape: int) -> tuple[Callable[[], Any], Callable[[], None], Callable[[], int]]:
+        def step() -> None:
+            alive[0] += 1
+            most[0] = max(most[0], alive[0])
+            threads.add(threading.active_count())
+
+        return step, lambda: alive.__setitem__(0, 0), lambda: most[0] << 20
+
+    monkeypatch.setitem(doors.MAKERS, "jax", make)
+    before = threading.active_count()
+    tiny, large = doors.measured("jax")
+    assert (tiny["peak MiB"], tiny["peak ahead MiB"]) == (1, 20)
+    assert {"host us", "us", "busy host us", "busy us"} <= large.keys()
+    assert threads == {before, before + 1} and threading.active_count() == before
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_a_busy_thread_ends(wrong: bool) -> None:
+    before = threading.active_count()
+    try:
+        with doors.busy():
+            assert threading.active_count() == before + 1
+            if wrong:
+                raise RuntimeError
+    except RuntimeError:
+        assert wrong
+    assert threading.active_count() == before
