@@ -20,10 +20,11 @@ from te_core.quantized import Format
 
 Facts = Mapping[str, str]
 
-#: Fields that a rank may have for itself: what a region reports or refuses, how a kernel runs, the longest of sequences
-#: (which is another one in each step).
+#: Fields that a rank may have for itself: what a region reports or refuses, how and on which stream a kernel runs, the
+#: longest of sequences (which is another one in each step).
 _OWN = frozenset(
     ("check_finite", "strict", "emulate", "forward_margin", "backward_margin", "deterministic", "max_q", "max_kv")
+    + ("stream",)
 )
 #: Fields whose names say nothing to who reads the difference, and those that recipes and constructors name otherwise.
 _SAID = {

@@ -1,4 +1,4 @@
-"""Tests of JAX on a GPU, in a process of their own: JAX's threads would break what other tests capture."""
+"""Tests of JAX on a GPU, in processes of their own: JAX's threads would break what other tests capture."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.backends import requires_cuda
 
 TESTS = Path(__file__).parents[1]
-FILES = ("core/test_tensor_dlpack.py", "torch/test_functional_arrays.py", "jax")
+FILES = ["core/test_tensor_dlpack.py", "torch/test_functional_arrays.py"]
+FILES += sorted(str(path.relative_to(TESTS)) for path in (TESTS / "jax").glob("test_te_jax*.py"))
+#: XLA tries out no kernels of its own.
+QUICK = "--xla_gpu_autotune_level=0"
 
 
 @requires_cuda
-def test_jax_on_a_gpu() -> None:
+@pytest.mark.parametrize("file", FILES)
+def test_jax_on_a_gpu(file: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "--require-cuda", "-k", "(jax and cuda) or te_jax", *FILES]
-    done = subprocess.run(
-        command, cwd=TESTS, env={**env, "JAX_PLATFORMS": "cuda,cpu"}, capture_output=True, text=True, timeout=400
-    )
+    env |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} {QUICK}"}
+    command = [sys.executable, "-m", "pytest", "-q", "--require-cuda", "-o", "faulthandler_timeout=100"]
+    command += ["-k", "(jax and cuda) or te_jax", file]
+    try:  # a process that hangs says where
+        done = subprocess.run(command, cwd=TESTS, env=env, capture_output=True, text=True, timeout=280)
+    except subprocess.TimeoutExpired as error:
+        told = b"\n".join((error.stdout or b"", error.stderr or b""))
+        pytest.fail(told[-6000:].decode(errors="replace"))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     print(done.stdout[-500:])

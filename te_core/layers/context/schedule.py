@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core.attention import AttentionSpec
@@ -31,9 +31,7 @@ class Context:
     mode: str  # of MODES
     size: int  # ranks
     inner: int = 1  # a2a+p2p: how many of them exchange heads; the others make the ring
-    #: p2p: the second stream of neighbouring steps, as `Runtime.side` knows it. Each rank has its own: no part of what
-    #: ranks compare.
-    stream: str = field(default="", repr=False)
+    stream: str = ""  # p2p: the second stream of neighbouring steps, as `Runtime.side` knows it
 
     @property
     def heads(self) -> int:
