@@ -243,6 +243,10 @@ class Product(NamedTuple):
         spec, parallel = self.spec, self.parallel
         later = None
         if parallel is not None:
+            if parallel.overlap is not None:
+                found = self._overlapped(rt, gemm, a, b, out, vector)
+                if found is not None:
+                    return found
             a, b = parallel.gather(rt, gemm, a, b, self.inspector)
             if gemm == "fprop" and parallel.split.summed == "fprop":
                 later, vector = vector, None  # to the sum of all ranks it is added once
@@ -289,10 +293,21 @@ class Product(NamedTuple):
         if parallel is None:
             return out
         out = parallel.scatter(rt, gemm, out)
-        if later is not None:
-            made = out.matrix()
-            ops.bias_dropout_add(rt, made, later, None, p=0.0, out=made)
-        return out
+        return out if later is None else _with_bias(rt, out, later)
+
+    def _overlapped(
+        self, rt: Runtime, gemm: str, a: Value, b: Value, out: Tensor, vector: Tensor | None
+    ) -> Tensor | None:
+        """The same in parts, beside what travels for it; None where it is to be computed whole."""
+        parallel, here = self.parallel, self._replace(parallel=None)
+        assert parallel is not None
+        summed = gemm == "fprop" and parallel.split.summed == "fprop"
+
+        def run(a: Value, b: Value, out: Tensor) -> None:
+            here._multiplied(rt, gemm, a, b, out, None if summed else vector)
+
+        made = parallel.overlapped(rt, gemm, a, b, out, run)
+        return _with_bias(rt, made, vector) if summed and made is not None and vector is not None else made
 
     def begin(self, rt: Runtime, dy: Uses, kept_x: Tensor | None, rows: int, weight: Value) -> None:
         """Of a spread weight: have what wgrad alone reads travel beside dgrad's GEMM."""
@@ -332,6 +347,13 @@ class Product(NamedTuple):
             self.parallel.settle()
         cast = backward_cast(rule, self.scales, self.gemm, rowwise=True, columnwise=False, slot=GRAD_INPUT)
         return ops.quantize(rt, dx.matrix(), cast)
+
+
+def _with_bias(rt: Runtime, out: Tensor, bias: Tensor) -> Tensor:
+    """The sum of all ranks, with its bias."""
+    made = out.matrix()
+    ops.bias_dropout_add(rt, made, bias, None, p=0.0, out=made)
+    return out
 
 
 #: Which operands of a GEMM are contracted along their columns.
