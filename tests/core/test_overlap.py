@@ -138,6 +138,21 @@ def test_values_are_those_of_plain_products(mode: str, how: str, recipe: str | N
             assert ran[gemm].startswith(f"{'not ' * (gemm in plain)}overlapped by {way.method}"), ran
 
 
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, True), (False, False, True)])
+@pytest.mark.parametrize("mode", ["column", "row"])
+@covering(recipe=[None, "delayed", "block"])
+def test_what_nobody_needs(mode: str, recipe: str | None, needs: tuple[bool, bool, bool]) -> None:
+    """Frozen weights and inputs: nothing travels but for plain products' sake."""
+    results = []
+    for ways in (WAYS[mode]["ring"], None):
+        case = case_of(mode, recipe, 2, ways)
+        case.spec = replace(case.spec, needs=Needs(*needs))
+        results.append(stepped(case)[0])
+    for found, wanted in zip(*results, strict=True):
+        for a, b in zip(found, wanted, strict=True):
+            assert (a is None) == (b is None) and (a is None or np.array_equal(a, b))
+
+
 def test_a_sum_is_rounded_once() -> None:
     """In bf16 1 + 2^-8 is 1, so the sum by twos would be 1, and that of all is 1 + 2^-7."""
     tensors = [RT.tensor(np.full((2, 4), value, np.float32), dtypes.bfloat16) for value in (1, 2**-8, 2**-8)]

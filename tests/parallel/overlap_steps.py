@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from te_torch.parallel import overlap
 from tests.parallel.ranks import Rank
 from tests.parallel.tensor_steps import error_of
 from tests.recipes import region
+from tests.tolerances import snr_db
 
 NONE, FP8 = te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8
 H, F = 64, 128
@@ -41,13 +43,14 @@ def make(kind: str, rank: Rank, group: Any, **flags: bool) -> Any:
     }
     if kind == "column":
         return te.Linear(H, F, parallel_mode="column", ub_name="qkv", **options)
-    if kind == "row":
+    if kind.startswith("row"):
+        options["delay_wgrad_compute"] = kind == "row, wgrad later"
         return te.Linear(F, H, parallel_mode="row", ub_name="proj", **options)
     if kind == "norm column":
         return te.LayerNormLinear(H, F, parallel_mode="column", ub_name="fc1", **options)
     options["set_parallel_mode"] = True
-    if kind == "mlp":
-        return te.LayerNormMLP(H, F, **options)
+    if kind.startswith("mlp"):
+        return te.LayerNormMLP(H, F, checkpoint=kind == "mlp again", **options)
     if kind == "attention":
         return te.MultiheadAttention(H, 4, attention_dropout=0.0, input_layernorm=True, fuse_qkv_params=True, **options)
     if flags:
@@ -66,9 +69,12 @@ def initialised(ranks: int, **options: Any) -> Iterator[None]:
         te.destroy_ub()
 
 
-def steps(module: Any, rank: Rank, recipe: str | None, counts: tuple[int, ...], group: Any) -> list[torch.Tensor]:
+def steps(
+    module: Any, rank: Rank, recipe: str | None, counts: tuple[int, ...], group: Any, checkpointed: bool = False
+) -> list[torch.Tensor]:
     """All outputs and gradients of some steps, of each so many tokens a rank."""
     found: list[torch.Tensor] = []
+    trained = [p for p in module.parameters() if p.requires_grad]
     size, own = dist.get_world_size(group), dist.get_rank(group)
     whole = isinstance(module, te.Linear) and module.parallel_mode == "row"  # it takes all tokens, and columns of them
     width = module.in_features if isinstance(module, te.Linear) else H
@@ -77,11 +83,13 @@ def steps(module: Any, rank: Rank, recipe: str | None, counts: tuple[int, ...], 
         generator = torch.Generator().manual_seed(10 * step + own)
         x = torch.randn(rows, 1, width, generator=generator).bfloat16().to(rank.device).requires_grad_()
         with region(recipe):
-            y = module(x)
+            y = te.checkpoint(module, x) if checkpointed else module(x)
         y.backward(torch.randn(y.shape, generator=generator).bfloat16().to(rank.device))
-        found += [t.detach().cpu() for t in (y, x.grad, *[p.grad for p in module.parameters()])]  # type: ignore[union-attr]
+        if isinstance(module, te.Linear) and module.need_backward_dw():
+            module.backward_dw()
+        found += [t.detach().cpu() for t in (y, x.grad, *[p.grad for p in trained])]  # type: ignore[union-attr]
         with torch.no_grad():
-            for p in module.parameters():
+            for p in trained:
                 p.sub_(p.grad, alpha=0.001)
                 p.grad = None
     return found
@@ -98,6 +106,12 @@ def reasons(module: Any) -> dict[str, str]:
     return said
 
 
+def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The least agreement of any pair, in dB; infinite where all bits are equal."""
+    pairs = list(zip(found, wanted, strict=True))
+    return min(math.inf if torch.equal(a, b) else snr_db(a, b) for a, b in pairs)
+
+
 def compared(
     rank: Rank,
     kind: str,
@@ -105,18 +119,31 @@ def compared(
     flags: dict[str, bool],
     cfg: dict[str, Any] | None,
     counts: tuple[int, ...],
-) -> tuple[bool, dict[str, str]]:
-    """(whether overlap changes no bit, how GEMMs overlapped in the last step)."""
+) -> tuple[float, dict[str, str]]:
+    """(how far overlap changes results, how GEMMs overlapped in the last step)."""
     group = dist.group.WORLD
     plain = steps(make(kind, rank, group), rank, recipe, counts, group)
     with initialised(rank.world, ub_cfgs=cfg):
         module = make(kind, rank, group, **flags)
         found = steps(module, rank, recipe, counts, group)
         said = reasons(module)
-    return all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)), said
+    return worst(found, plain), said
 
 
-def in_groups_of_two(rank: Rank) -> tuple[bool, dict[str, str]]:
+def beside_others(rank: Rank, how: str) -> tuple[float, dict[str, str]]:
+    """The same of what also changes when something is computed, or how often: by `how`."""
+    group = dist.group.WORLD
+    results = []
+    for flags in ({}, SETS["rings"]):
+        with initialised(rank.world, ub_cfgs=RINGS):
+            module = make("mlp" if how == "checkpoint" else how, rank, group, **flags)
+            if how == "mlp":  # frozen weights of fc1
+                module.fc1_weight.requires_grad_(False)
+            results.append(steps(module, rank, "delayed", (64, 32, 64), group, how == "checkpoint"))
+    return worst(*results), reasons(module)
+
+
+def in_groups_of_two(rank: Rank) -> tuple[float, dict[str, str]]:
     """The same of two groups, of ranks that are no neighbours."""
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group = groups[rank.number % 2]
@@ -124,7 +151,7 @@ def in_groups_of_two(rank: Rank) -> tuple[bool, dict[str, str]]:
     with initialised(2, ub_cfgs=RINGS):
         module = make("mlp", rank, group, **SETS["rings"])
         found = steps(module, rank, "current", (32, 64), group)
-        return all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)), reasons(module)
+        return worst(found, plain), reasons(module)
 
 
 def come_and_gone(rank: Rank) -> list[Any]:

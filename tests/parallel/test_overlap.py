@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.parallel.overlap_steps import (
     RINGS,
     SETS,
     TOKENS,
+    beside_others,
     come_and_gone,
     compared,
     in_groups_of_two,
@@ -19,6 +21,8 @@ from tests.parallel.overlap_steps import (
 )
 from tests.parallel.ranks import Ranks
 
+#: dB, by device and whether in a recipe. A GPU's library may compute m rows by another algorithm than M.
+AGREES = {("cpu", False): math.inf, ("cpu", True): math.inf, ("cuda", False): 30.0, ("cuda", True): 20.0}
 GEMMS = {
     "column": ("qkv",),
     "row": ("proj",),
@@ -49,8 +53,8 @@ def methods(kind: str, flags: str, cfg: dict[str, Any] | None) -> dict[str, str]
 def test_steps_of_changing_token_counts(
     ranks: Ranks, kind: str, recipe: str | None, flags: str, cfg: dict[str, Any] | None
 ) -> None:
-    for same, said in ranks.run(compared, kind, recipe, SETS[flags], cfg, (64, 32, TOKENS)):
-        assert same
+    for found, said in ranks.run(compared, kind, recipe, SETS[flags], cfg, (64, 32, TOKENS)):
+        assert found >= AGREES[ranks.device, recipe is not None]
         assert {name: how.split(",")[0] for name, how in said.items()} == {
             name: f"overlapped by {method}"
             if method not in ("bulk", "external")
@@ -66,8 +70,8 @@ BESIDE = {
 
 
 def test_a_call_beyond_the_capacity_runs_plain(pair: Ranks) -> None:
-    for same, said in pair.run(compared, "mlp", None, SETS["rings"], RINGS, (TOKENS, 2 * TOKENS)):
-        assert same
+    for found, said in pair.run(compared, "mlp", None, SETS["rings"], RINGS, (TOKENS, 2 * TOKENS)):
+        assert found == math.inf
         elements = 2 * 2 * TOKENS * 64
         reason = f"a tensor of {elements} elements, and initialize_ub made room for {elements // 2}"
         assert said["fc1_fprop"] == f"not overlapped by ring_exchange: {reason}"
@@ -76,8 +80,15 @@ def test_a_call_beyond_the_capacity_runs_plain(pair: Ranks) -> None:
 
 @pytest.mark.more
 def test_two_groups_of_two(ranks_of: Any) -> None:
-    for same, said in ranks_of(4).run(in_groups_of_two):
-        assert same and said["fc1_fprop"].startswith("overlapped by ring_exchange, in 2 parts")
+    for found, said in ranks_of(4).run(in_groups_of_two):
+        assert found == math.inf and said["fc1_fprop"].startswith("overlapped by ring_exchange, in 2 parts")
+
+
+@pytest.mark.parametrize("how", ["mlp again", "row, wgrad later", "checkpoint", "mlp"])
+def test_beside_what_computes_again_or_later(pair: Ranks, how: str) -> None:
+    for found, said in pair.run(beside_others, how):
+        assert found == math.inf
+        assert all(how.startswith("overlapped") for how in said.values()) and said
 
 
 def test_settings_come_and_go(pair: Ranks) -> None:
