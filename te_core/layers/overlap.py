@@ -29,7 +29,7 @@ from te_core.errors import UnsupportedError
 from te_core.layers.communicator import Communicator, Handle, as_bytes
 from te_core.layers.gathered import turns
 from te_core.ops import raw as ops
-from te_core.quantized import BLOCK, PAD, Copy, QuantizedTensor, pieces_of
+from te_core.quantized import PAD, Copy, QuantizedTensor, pieces_of
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -176,10 +176,15 @@ def _no_rows(x: Value, m: int) -> str:
     if isinstance(x, Tensor):
         return ""
     form = x.format
-    if form.scaling not in ("tensor", "block"):
+    if form.row_scaled:
         return f"products of {form} are not split"
-    step = BLOCK["block"] if form.tiled else PAD
+    plain = form.scaling == "tensor" or (form.scaling == "block" and not form.tiled)
+    step = PAD if plain else _TILE
     return f"parts of {m} rows, no multiple of {step}" if m % step else ""
+
+
+#: Rows that scales of other formats are padded to, or that share them.
+_TILE = 128
 
 
 def _rows(x: QuantizedTensor, start: int, stop: int, scale: Tensor) -> QuantizedTensor:
@@ -187,6 +192,13 @@ def _rows(x: QuantizedTensor, start: int, stop: int, scale: Tensor) -> Quantized
     assert x.rowwise is not None
     copy = Copy(x.rowwise.rows(start, stop), scale, x.rowwise_amax)
     return QuantizedTensor(x.format, (stop - start, x.shape[1]), copy, None)
+
+
+def _scale_step(x: QuantizedTensor) -> int | None:
+    """How many rows have a line of the scales; None where a row has a column of them (1x128 blocks)."""
+    if x.format.scaling != "block":
+        return 1
+    return _TILE if x.format.tiled else None
 
 
 def row_parts(rt: Runtime, x: Value, size: int) -> list[Value]:
@@ -199,8 +211,7 @@ def row_parts(rt: Runtime, x: Value, size: int) -> list[Value]:
     assert scale is not None
     if x.format.scaling == "tensor":
         return [_rows(x, *end, scale) for end in ends]
-    if x.format.tiled:
-        step = BLOCK["block"]
+    if (step := _scale_step(x)) is not None:
         return [_rows(x, a, b, scale.rows(a // step, b // step)) for a, b in ends]
     by_row = ops.transpose(rt, scale)  # [blocks, rows]: those of some rows are no piece of memory
     return [_rows(x, a, b, ops.transpose(rt, by_row.rows(a, b))) for a, b in ends]
@@ -234,13 +245,12 @@ class Ring:
             return whole.rows(start, stop)
         assert isinstance(part, QuantizedTensor) and part.rowwise_scale is not None
         form, scale = part.format, part.rowwise_scale
-        if form.scaling == "block":
-            step = BLOCK["block"]
-            of_whole = whole.rowwise_scale
-            assert of_whole is not None
-            rows = of_whole.rows(start // step, stop // step) if form.tiled else rt.empty(scale.shape, scale.dtype)
-            return _rows(whole, start, stop, rows)
-        return _rows(whole, start, stop, scale)  # the ranks have agreed on it
+        if form.scaling == "tensor":
+            return _rows(whole, start, stop, scale)  # the ranks have agreed on it
+        step, of_whole = _scale_step(part), whole.rowwise_scale
+        assert of_whole is not None
+        rows = rt.empty(scale.shape, scale.dtype) if step is None else of_whole.rows(start // step, stop // step)
+        return _rows(whole, start, stop, rows)
 
     def parts(self) -> Any:
         """(rank, its part) in the order in which they are multiplied, each when it is there."""
@@ -281,6 +291,8 @@ def _room(rt: Runtime, part: Value, size: int) -> Value:
     whole = QuantizedTensor.rowwise_in(block, shape, form)
     if form.scaling == "tensor":
         whole.rowwise_scale = part.rowwise_scale
+    if part.rowwise_amax is not None:
+        whole.rowwise_amax = part.rowwise_amax  # the ranks have agreed on it
     return whole
 
 
@@ -346,7 +358,7 @@ def _no_columns(b: Value, gemm: str, n: int, splits: int) -> str:
     elif b.format.scaling == "tensor":
         step = PAD
     elif b.format.scaling == "block" and b.format.tiled:
-        step = BLOCK["block"]
+        step = _TILE
     else:
         return f"products of {b.format} are not split"
     if gemm == "dgrad" and isinstance(b, Tensor):
@@ -362,7 +374,7 @@ def _lines(b: Value, gemm: str, start: int, stop: int) -> Value:
     data, scale = (b.columnwise, b.columnwise_scale) if columns else (b.rowwise, b.rowwise_scale)
     assert data is not None and scale is not None
     if b.format.scaling == "block":
-        scale = scale.rows(start // BLOCK["block"], stop // BLOCK["block"])
+        scale = scale.rows(start // _TILE, stop // _TILE)
     copy = Copy(data.rows(start, stop), scale, None)
     if columns:
         return QuantizedTensor(b.format, (b.shape[0], stop - start), None, copy)

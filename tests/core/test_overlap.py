@@ -30,7 +30,7 @@ RT = Runtime.cpu()
 FP32 = dtypes.float32
 ROOM = 1 << 24
 RING, BULK, EXTERNAL = Way("ring_exchange"), Way("bulk"), Way("external")
-RECIPES = (None, "delayed", "current", "block", "block tiled x")
+RECIPES = (None, "delayed", "current", "block", "block tiled x", "mxfp8", "nvfp4")
 #: How GEMMs overlap, by the mode of the weight.
 WAYS: dict[str, dict[str, Overlap]] = {
     "column": {
@@ -129,7 +129,7 @@ def test_values_are_those_of_plain_products(mode: str, how: str, recipe: str | N
     assert same(found, wanted)
     ran = case.spec.parallel.ran  # type: ignore[union-attr]
     plain = set()
-    if how == "pipeline" and (recipe == "block tiled x" or (mode, recipe) == ("column", None)):
+    if how == "pipeline" and (recipe in ("block tiled x", "mxfp8", "nvfp4") or (mode, recipe) == ("column", None)):
         plain = {"dgrad" if mode == "column" else "fprop"}  # by the weight's format: see `_no_columns`
     for gemm in ("fprop", "dgrad", "wgrad"):
         way = getattr(ways, gemm)
@@ -281,7 +281,12 @@ class Looking:
 
 
 REASONS: list[tuple[str, dict[str, Any], str]] = [
-    ("mxfp8", {}, "products of float8_e4m3 1x32 are not split"),
+    (
+        "nvfp4 rows",
+        {"ways": Overlap("fc1", RING, None, None, ROOM)},
+        "products of float4_e2m1.* an amax a row are not split",
+    ),
+    ("mxfp8", {"rows": 64}, "parts of 64 rows, no multiple of 128"),
     ("delayed", {"rows": 40}, "parts of 40 rows, no multiple of 16"),
     ("block tiled x", {"rows": 40}, "the operand travels in high precision"),
     ("delayed", {"ways": replace(WAYS["column"]["ring"], capacity=1000)}, r"65536 elements.*made room for 1000"),
