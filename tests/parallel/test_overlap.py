@@ -21,8 +21,9 @@ from tests.parallel.overlap_steps import (
 )
 from tests.parallel.ranks import Ranks
 
-#: dB, by device and whether in a recipe. A GPU's library may compute m rows by another algorithm than M.
-AGREES = {("cpu", False): math.inf, ("cpu", True): math.inf, ("cuda", False): 30.0, ("cuda", True): 20.0}
+#: dB, by whether in a recipe. Two ranks on a CPU give all bits. A GPU's library may compute m rows by another algorithm
+#: than M, and over more ranks gloo and NCCL round a sum of bf16 several times, a ring once.
+AGREES = {False: 30.0, True: 20.0}
 GEMMS = {
     "column": ("qkv",),
     "row": ("proj",),
@@ -54,7 +55,8 @@ def test_steps_of_changing_token_counts(
     ranks: Ranks, kind: str, recipe: str | None, flags: str, cfg: dict[str, Any] | None
 ) -> None:
     for found, said in ranks.run(compared, kind, recipe, SETS[flags], cfg, (64, 32, TOKENS)):
-        assert found >= AGREES[ranks.device, recipe is not None]
+        exact = ranks.device == "cpu" and ranks.world == 2
+        assert found >= (math.inf if exact else AGREES[recipe is not None])
         assert {name: how.split(",")[0] for name, how in said.items()} == {
             name: f"overlapped by {method}"
             if method not in ("bulk", "external")
