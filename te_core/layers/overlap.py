@@ -19,7 +19,7 @@ What travels goes by `send_recv` and `reduce_scatter` of the communicator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -252,7 +252,7 @@ class Ring:
         rows = rt.empty(scale.shape, scale.dtype) if step is None else of_whole.rows(start // step, stop // step)
         return _rows(whole, start, stop, rows)
 
-    def parts(self) -> Any:
+    def parts(self) -> Iterator[tuple[int, Value]]:
         """(rank, its part) in the order in which they are multiplied, each when it is there."""
         for step in range(self.comm.size):
             rank = (self.comm.rank + step) % self.comm.size
@@ -262,15 +262,13 @@ class Ring:
 
     def kept(self, rt: Runtime) -> Value | None:
         """The whole, the own rows with it; None where its scales are those of parts."""
-        whole, own, first = self._whole, self.own, self.comm.rank * self.own.shape[0]
+        own, first = self.own, self.comm.rank * self.own.shape[0]
         if isinstance(own, QuantizedTensor) and not turns(own.format):
             return None
-        target = whole.rows(first, first + own.shape[0]) if isinstance(whole, Tensor) else None
-        if target is None:
-            target = self._place(rt, first, first + own.shape[0])  # type: ignore[assignment]
-        for source, place in zip(_pieces(own), _pieces(target), strict=True):  # type: ignore[arg-type]
+        target = self._place(rt, first, first + own.shape[0])
+        for source, place in zip(_pieces(own), _pieces(target), strict=True):
             ops.resize(rt, source, *source.shape, out=place)
-        return whole
+        return self._whole
 
 
 def _pieces(part: Value) -> list[Tensor]:

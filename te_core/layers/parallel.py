@@ -382,11 +382,11 @@ class Spread:
             self._kept, self._read = (None, None) if whole is None else (whole, a)
             return out
         if gemm == self.split.summed and (found := overlap.multiply_summands(rt, gemm, a, b, out, run)) is not None:
-            made, handle = found
-            if gemm == "dgrad":
-                self._sum = handle
-            else:
-                handle.wait()
+            made, summing = found
+            if gemm != "dgrad":
+                summing.wait()
+            else:  # beside wgrad
+                self._sum = summing
             return made
         overlap.beside(rt, gemm)
         return None
