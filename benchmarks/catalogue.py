@@ -97,6 +97,10 @@ BENCHMARKS = {
                  "nccl us", "one_shot us", "two_shot us"),
         ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,
     ),
+    "overlap": Benchmark(
+        columns=("case", "recipe", "method", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms"),
+        ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
+    ),
     "debugging": Benchmark(
         ("measure_inspect", "measure_features"),
         columns=("case", "us", "of_plain", "host us", "more us", "target", "ok"),

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 import te_torch as te
 from benchmarks import harness
-from benchmarks.offload import Interval, share
+from benchmarks.offload import Interval, share, union
 from examples.ranks import leave
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_torch.parallel import communicator
@@ -58,12 +58,18 @@ def measure() -> list[harness.Row]:
     return spawned(kind)
 
 
-def spawned(kind: str) -> list[harness.Row]:
-    """The rows that rank 0 returns of processes that meet in a file."""
+def cases(kind: str) -> list[harness.Row]:
+    """The rows of all recipes, and on GPUs of sums."""
+    rows = [case(name, recipe, kind) for name, recipe in RECIPES.items()]
+    return rows + ([summed(kib) for kib in SUMS] if kind == "cuda" else [])
+
+
+def spawned(kind: str, found: Callable[[str], list[harness.Row]] = cases) -> list[harness.Row]:
+    """The rows that a function gives on rank 0 of processes that meet in a file; all of them call it."""
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_rank, args=(i, kind, folder, results)) for i in range(WORLD)]
+        processes = [context.Process(target=_rank, args=(i, kind, folder, results, found)) for i in range(WORLD)]
         for process in processes:
             process.start()
         for process in processes:
@@ -74,7 +80,7 @@ def spawned(kind: str) -> list[harness.Row]:
     return rows
 
 
-def _rank(number: int, kind: str, folder: str, results: Any) -> None:
+def _rank(number: int, kind: str, folder: str, results: Any, found: Callable[[str], list[harness.Row]]) -> None:
     """One process: the rows of rank 0 go into `results`."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if kind == "cuda":
@@ -84,8 +90,7 @@ def _rank(number: int, kind: str, folder: str, results: Any) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=number, world_size=WORLD)
-    rows = [case(name, recipe, kind) for name, recipe in RECIPES.items()]
-    rows += [summed(kib) for kib in SUMS] if kind == "cuda" else []
+    rows = found(kind)
     if number == 0:
         results.put(rows)
     dist.barrier()
@@ -189,9 +194,9 @@ def step(layer: Any, recipe: Recipe | None, tokens: int, hidden: int, kind: str)
     return work
 
 
-def timed(work: harness.Work, kind: str) -> float:
+def timed(work: harness.Work, kind: str, rounds: int = ROUNDS) -> float:
     """Milliseconds of a step, in which all ranks begin together."""
-    rounds, steps = (ROUNDS, STEPS) if kind == "cuda" else (1, 1)
+    rounds, steps = (rounds, STEPS) if kind == "cuda" else (1, 1)
     for _ in range(3 if kind == "cuda" else 1):
         work()
     found = []
@@ -233,6 +238,11 @@ def counted() -> Iterator[list[int]]:
 
 def traced(work: harness.Work) -> tuple[float, float]:
     """(milliseconds of communication in one step, the share of it that is hidden)."""
+    return communication(trace(work))
+
+
+def trace(work: harness.Work) -> list[dict[str, Any]]:
+    """What a profiler has seen of the device in one step."""
     for _ in range(2):  # a profiler's first start takes a while, another one on each rank: NCCL's kernels would wait
         work()
         harness.wait()
@@ -243,7 +253,8 @@ def traced(work: harness.Work) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        return communication(json.loads(path.read_text())["traceEvents"])
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
 
 
 def communication(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
@@ -255,6 +266,23 @@ def communication(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
             span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
             (ours if NCCL in event["name"].lower() else others).append(span)
     return sum(stop - start for start, stop in ours) / 1e3, share(ours, others)
+
+
+def shown(events: Iterable[dict[str, Any]]) -> float:
+    """Milliseconds of a trace in which something travels and nothing is computed."""
+    travels: list[Interval] = []
+    computes: list[Interval] = []
+    for event in events:
+        kind, name = event.get("cat"), str(event.get("name", "")).lower()
+        if kind not in ("kernel", "gpu_memcpy"):
+            continue
+        span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        if kind == "kernel":
+            (travels if NCCL in name else computes).append(span)
+        elif "ptop" in name or "peer" in name:
+            travels.append(span)
+    total = sum(stop - start for start, stop in union(travels))
+    return total * (1 - share(travels, computes)) / 1e3 if travels else 0.0
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -57,6 +57,7 @@ VARIABLES: dict[str, Variable] = {
         ("first", "second", "never"),
         "second",
     ),
+    "LOCAL_WORLD_SIZE": Variable("processes on each host, as torchrun sets it (0: unknown)", "number"),
     # norms
     "NVTE_FWD_LAYERNORM_SM_MARGIN": Variable("multiprocessors that forward norm kernels leave free", "number"),
     "NVTE_BWD_LAYERNORM_SM_MARGIN": Variable("the same of backward ones", "number"),
@@ -322,6 +323,11 @@ def norm_sm_margins() -> dict[str, int]:
     names = {"forward": "FWD", "backward": "BWD", "inference": "INF"}
     named = {phase: f"NVTE_{short}_LAYERNORM_SM_MARGIN" for phase, short in names.items()}
     return {phase: number(name) for phase, name in named.items() if is_set(name)}
+
+
+def local_ranks() -> int:
+    """How many processes of this program each host has; 0 where no launcher says so."""
+    return number("LOCAL_WORLD_SIZE")
 
 
 def tapes() -> str:

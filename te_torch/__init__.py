@@ -36,6 +36,7 @@ from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
 from te_torch.nonfinite import nonfinite_report
 from te_torch.parallel.context.data import *  # noqa: F403  this rank's part of a batch
 from te_torch.parallel.context.data import __all__ as _context
+from te_torch.parallel.overlap import UserBufferQuantizationMode, destroy_ub, initialize_ub
 from te_torch.tensors import *  # noqa: F403  the quantized tensor classes and their quantizers
 from te_torch.tensors import __all__ as _tensors
 from te_torch.tools.convert import convert
@@ -55,7 +56,6 @@ from te_torch.training.moe import (
 )
 from te_torch.training.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from te_torch.training.rng import CudaRNGStatesTracker
-from te_torch.training.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
 from te_torch.utils import deinterleave_glu_tensor, interleave_glu_tensor

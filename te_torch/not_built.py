@@ -15,7 +15,6 @@ import te_core
 from te_core.errors import UnsupportedError
 from te_core.spelling import importing, unknown_name
 
-_OVERLAP = "leave it out, and the ub_* options too: overlap with communication is not built"
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
@@ -64,7 +63,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "fp8_tensors_recompute_buffer": _RUN_AGAIN,
         "skip_fp8_weight_update_tensor": _FIRST_MICROBATCH,
     },
-    "pytorch.module.base": {"fill_userbuffers_buffer_for_all_gather": _OVERLAP},
+    "pytorch.module.base": {
+        "fill_userbuffers_buffer_for_all_gather": "nothing: a module with ub_overlap_ag has its parts come by itself"
+    },
     "pytorch.tensor": {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED},
     "pytorch.attention": {"FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb"},
     "pytorch.attention.dot_product_attention.context_parallel": {

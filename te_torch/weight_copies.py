@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_core.layers.linear import LinearSpec, Needs, Product, weight_operand
+from te_core.layers.product import LinearSpec, Needs, Product, weight_operand
 from te_core.plan_cache import drop_oldest
 from te_core.precision import Precision
 from te_core.quantize.operands import is_plain_rule

@@ -18,7 +18,7 @@ from te_core.arguments import explained
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.inspector import Inspector
-from te_core.layers.linear import (
+from te_core.layers.product import (
     LinearSpec,
     Product,
     Sink,

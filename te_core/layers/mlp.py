@@ -20,7 +20,11 @@ from te_core.arguments import explained
 from te_core.dtypes import DType
 from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
-from te_core.layers.linear import (
+from te_core.layers.meeting import meet
+from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
+from te_core.layers.norm_linear import comes_again, kept_scale, norm_again
+from te_core.layers.parallel import gathered_plain, scattered
+from te_core.layers.product import (
     LinearSpec,
     Product,
     Sink,
@@ -33,10 +37,6 @@ from te_core.layers.linear import (
     sums_of_part,
     weight_operand,
 )
-from te_core.layers.meeting import meet
-from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
-from te_core.layers.norm_linear import comes_again, kept_scale, norm_again
-from te_core.layers.parallel import gathered_plain, scattered
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
 from te_core.layers.watched import Made
 from te_core.ops import raw as ops

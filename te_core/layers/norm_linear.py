@@ -13,10 +13,10 @@ from typing import NamedTuple
 from te_core.arguments import explained
 from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
-from te_core.layers.linear import LinearSpec, Product, Sink, gradient_operand, saved_weight, spread, weight_operand
 from te_core.layers.meeting import meet
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
 from te_core.layers.parallel import gathered_plain, scattered
+from te_core.layers.product import LinearSpec, Product, Sink, gradient_operand, saved_weight, spread, weight_operand
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
 from te_core.ops import raw as ops
 from te_core.quantize.operands import Value

@@ -11,7 +11,8 @@ With `sequence`, activations between the two lie cut by their first dimension, a
 
 A part is quantized before it travels, where its format allows (`gathered.can_travel`), and what forward saves is the
 part. Ranks first agree on the maximum where a scale follows from it, so their bytes have one scale. In backward what
-wgrad reads travels while dgrad is computed, and dgrad's sum while wgrad is.
+wgrad reads travels while dgrad is computed, and dgrad's sum while wgrad is. With `overlap`, fprop and dgrad are made
+in parts, while others travel (te_core/layers/overlap.py).
 
 An inspector sees parts, before they travel, and what it puts in their place travels instead: bytes that all ranks have
 one scale for, else in high precision, and so it is multiplied.
@@ -30,6 +31,7 @@ from te_core.errors import ArgumentError
 from te_core.layers.communicator import Communicator, Handle
 from te_core.layers.gathered import Gathering, can_travel, gather, of_one_scale, turned, turns
 from te_core.layers.inspector import Inspector, quantized_whole
+from te_core.layers.overlap import Multiply, Overlap, Overlapping
 from te_core.ops import raw as ops
 from te_core.ops.quantize import dense_columns
 from te_core.precision import Operand, Precision
@@ -51,8 +53,11 @@ class Split:
     size: int
     sequence: bool = False
     symmetric: str | None = None  # how the sum of a row-parallel output is computed; None: as the library likes
+    overlap: Overlap | None = None  # how GEMMs overlap with what travels for them; None: it was not asked for
     #: By GEMM, how its gathered operand came last: what reports show.
     came: dict[str, Format | DType | str] = field(init=False, repr=False, compare=False, default_factory=dict)
+    #: The same of whether it overlapped, and why not.
+    ran: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def gathered(self) -> str | None:
@@ -80,6 +85,7 @@ class Spread:
         "_x",
         "comm",
         "gathered",
+        "overlap",
         "precision",
         "rng",
         "spec",
@@ -92,6 +98,8 @@ class Spread:
         self.spec, self.split, self.comm, self.where = spec, split, comm, where
         self.precision: Precision | None = spec.precision
         self.gathered = split.gathered
+        ways = split.overlap
+        self.overlap = None if ways is None or ways.idle else Overlapping(spec, ways, split.ran, comm)
         self.rng: Tensor | None = None  # the draws of stochastic rounding, in backward
         self._own = _NONE  # the GEMMs whose gathered operand is an inspector's, in high precision
         self._coming: Gathering | None = None  # what wgrad reads
@@ -339,6 +347,8 @@ class Spread:
     def begin(self, rt: Runtime, dy: Uses, x: Value | None) -> None:
         """Have what wgrad alone reads travel, before dgrad is computed."""
         self._x = x
+        if self.overlap is not None and self.gathered == "grad" and self.spec.needs.input:
+            self._begin_parts(rt, "dgrad", dy.rows)  # before what wgrad alone reads
         if self.gathered == "input" and x is not None:
             self._coming = gather(rt, self.comm, x, columns=True)
         elif self.gathered == "grad":
@@ -349,7 +359,37 @@ class Spread:
     def send(self, rt: Runtime, x: Uses) -> None:
         """Have what fprop reads travel, while the weight is quantized. (An inspector has yet to see it.)"""
         if self.gathered == "input" and self.spec.inspect is None:
-            self._coming = gather(rt, self.comm, x.rows)
+            if self.overlap is None or not self._begin_parts(rt, "fprop", x.rows):
+                self._coming = gather(rt, self.comm, x.rows)
+
+    def _begin_parts(self, rt: Runtime, gemm: str, part: Value) -> bool:
+        """Have the other ranks' parts of a gathered operand come one by one, where its GEMM overlaps so."""
+        assert self.overlap is not None and self.gathered is not None
+        plain = isinstance(part, Tensor)
+        begun = self.overlap.begin(rt, gemm, part, plain and self._rule(self.gathered, False) is not None)
+        if begun:
+            self._came(rt, gemm, part.dtype if isinstance(part, Tensor) else part.format)
+        return begun
+
+    def overlapped(self, rt: Runtime, gemm: str, a: Value, b: Value, out: Tensor, run: Multiply) -> Tensor | None:
+        """The result of a GEMM in parts, beside what travels for it; None: it is to be computed whole."""
+        overlap = self.overlap
+        assert overlap is not None
+        if gemm != "wgrad" and self.gathered == {"fprop": "input", "dgrad": "grad"}[gemm]:
+            if not overlap.coming and not self._begin_parts(rt, gemm, a):
+                return None
+            whole = overlap.multiply_parts(rt, b, out, run, gemm == "dgrad" and self.spec.needs.weight)
+            self._kept, self._read = (None, None) if whole is None else (whole, a)
+            return out
+        if gemm == self.split.summed and (found := overlap.multiply_summands(rt, gemm, a, b, out, run)) is not None:
+            made, summing = found
+            if gemm != "dgrad":
+                summing.wait()
+            else:  # beside wgrad
+                self._sum = summing
+            return made
+        overlap.beside(rt, gemm)
+        return None
 
     def scatter(self, rt: Runtime, gemm: str, out: Tensor) -> Tensor:
         """The sum of all ranks' results, or this rank's part of it. That of dgrad is there after `settle`."""

@@ -23,7 +23,7 @@ from te_core.tensor import Tensor
 
 #: An operand: the values that it was made of, and how the GEMMs read it.
 Made = tuple[Value, Uses]
-#: One weight in one call: the named tuple of te_core/layers/linear.py.
+#: One weight in one call: the named tuple of te_core/layers/product.py.
 Product = Any
 
 INPUT_POINTS = frozenset((("fprop", "activation"), ("wgrad", "activation")))

@@ -38,7 +38,12 @@ def explain_linear(spec: LinearSpec, place: Device, weight: Format | None = None
     """The GEMMs of a call of this spec on a device; `weight` is the format of a parameter held quantized."""
     needs = spec.needs
     wanted = {"fprop": True, "dgrad": needs.input, "wgrad": needs.weight}
-    return [_facts(gemm, spec, place, weight) if is_wanted else _unneeded(gemm) for gemm, is_wanted in wanted.items()]
+    found = [_facts(gemm, spec, place, weight) if is_wanted else _unneeded(gemm) for gemm, is_wanted in wanted.items()]
+    if spec.parallel is None or spec.parallel.overlap is None:
+        return found
+    return [
+        facts._replace(reason="; ".join(filter(None, (facts.reason, _overlap(facts.gemm, spec))))) for facts in found
+    ]
 
 
 def explain_attention(
@@ -121,6 +126,17 @@ def _travelled(gemm: str, spec: LinearSpec) -> str:
         f"{name} is gathered over {split.size} ranks in {came}, and quantized whole: this format needs parts of whole "
         "blocks of rows"
     )
+
+
+def _overlap(gemm: str, spec: LinearSpec) -> str:
+    """How a GEMM overlapped with what travels for it, or why not; "" where that was not asked for."""
+    split = spec.parallel
+    assert split is not None and split.overlap is not None
+    ways, name = split.overlap, f"{split.overlap.name}_{gemm}"
+    if ways.idle:
+        return f"{name} not overlapped: {ways.idle}"
+    ran = split.ran.get(gemm)
+    return "" if ran is None else f"{name} {ran}"
 
 
 def _rules(gemm: str, p: Precision) -> dict[str, Operand | None]:

@@ -1,7 +1,6 @@
-"""What the modules' constructors take: each argument's values by its name, and the options whose part is not built yet.
+"""What the modules' constructors take: each argument's values by its name.
 
-Every constructor hands over what it was given, before it makes anything. An option of a part that is not built is
-accepted with the value that switches it off, and refused with the reason otherwise.
+Every constructor hands over what it was given, before it makes anything.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.attention import FORMATS
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.ops.norm import KINDS as NORMS
 from te_core.ops.norm import MAX_ROW
 from te_torch.parallel.symmetric import check_way
@@ -70,6 +69,7 @@ _EPSILON = _Rule(lambda value: is_number(value) and value >= 0, "a number >= 0")
 _ABOVE = _Rule(lambda value: is_number(value) and value > 0, "a number above 0")
 _PROBABILITY = _Rule(lambda value: is_number(value) and 0 <= value <= 1, "a probability")
 _FLAG = _Rule(is_flag, "True or False")
+_STRING = _Rule(lambda value: isinstance(value, str), "a string")
 _DTYPE = _Rule(_dtype, "float32, bfloat16 or float16 (None: torch's default dtype, which has to be one of these)")
 _CALLABLE = _or_none(_Rule(callable, "a callable"))
 
@@ -99,7 +99,8 @@ _RULES: dict[str, _Rule] = {
          "return_layernorm_output", "return_layernorm_output_gathered", "input_layernorm", "output_layernorm",
          "parallel_attention_mlp", "apply_residual_connection_post_layernorm", "fuse_qkv_params",
          "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "return_max_logit",
-         "save_original_input", "single_grouped_weight", "single_grouped_bias", "interleaved"),
+         "save_original_input", "single_grouped_weight", "single_grouped_bias", "interleaved", "ub_overlap_ag",
+         "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_tp_comm_overlap"),
         _FLAG,
     ),
     **dict.fromkeys(
@@ -122,7 +123,7 @@ _RULES: dict[str, _Rule] = {
         _Rule(lambda value: isinstance(value, Mapping) and all(map(is_number, value.values())), "a dict of numbers")
     ),
     "device": _or_none(_Rule(_device, _DEVICES)),
-    **dict.fromkeys(("name", "rng_tracker_name"), _or_none(_Rule(lambda value: isinstance(value, str), "a string"))),
+    **dict.fromkeys(("name", "rng_tracker_name", "ub_name"), _or_none(_STRING)),
 }  # fmt: skip
 #: Where an argument of that name is another one.
 _OF: dict[tuple[str, str], _Rule] = {
@@ -151,38 +152,17 @@ def check_values(operation: str, options: Mapping[str, Any]) -> None:
 
 
 def check_options(operation: str, options: Mapping[str, Any]) -> None:
-    """The same, and refuse the options whose part is not built."""
+    """The same, and refuse ways of working over ranks that there are not."""
     check_values(operation, options)
-    refuse_unbuilt(operation, options)
+    check_ways(operation, options)
 
 
-# ------------------------------------------------------------------------------------------ not built yet
-
-_OVERLAP = (
-    "ub_overlap_ag",
-    "ub_overlap_rs",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_dgrad",
-    "ub_bulk_wgrad",
-    "ub_tp_comm_overlap",
-)
-
-
-def refuse_unbuilt(operation: str, options: Mapping[str, Any]) -> None:
-    """Raise for an option whose part is not built; a value that switches it off is accepted."""
+def check_ways(operation: str, options: Mapping[str, Any]) -> None:
+    """Refuse ways of working over ranks that there are not."""
     mode = options.get("parallel_mode")
     if mode is not None and str(mode).lower() not in ("column", "row"):
         raise ArgumentError(operation, f"parallel_mode={mode!r}", "None, 'column' or 'row'", "correct it")
     check_way(operation, options.get("symmetric_ar_type"))
-    for name in _OVERLAP:
-        value = options.get(name)
-        if value not in (None, False):
-            raise UnsupportedError(
-                operation,
-                f"{name}={value!r}",
-                f"{name}=False in this release",
-                "leave the option out; overlap by userbuffers comes later",
-            )
 
 
 def mode_of(parallel_mode: str | None) -> str | None:

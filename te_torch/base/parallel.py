@@ -19,6 +19,7 @@ from te_torch.base.sharding import MarkedModule
 from te_torch.doors import never_traced
 from te_torch.parallel.communicator import GroupCommunicator
 from te_torch.parallel.groups import check_reduction, group_of
+from te_torch.parallel.overlap import Flags, check_name, flags_of, idle_flags, overlap_of
 from te_torch.runtime import constant_at_trace, runtime_for
 
 #: Options that a rank may have for itself: they change nothing of what the ranks compute together.
@@ -49,6 +50,7 @@ class TensorParallel(Documented, MarkedModule):
 
     parallel_mode: str | None = None
     symmetric_ar_type: str | None = None
+    overlap_flags: Flags | None = None  # which GEMMs overlap with their communication
     _team: Team | None = None
     _around: Facts = {}
     _calls: dict[Any, Any]
@@ -89,8 +91,26 @@ class TensorParallel(Documented, MarkedModule):
         self.tp_group = tp_group
         self._calls.clear()
 
-    def _split(self, mode: str | None, precision: Precision | None) -> Split | None:
-        """How a weight of this mode is spread; None where it is whole."""
+    def _take_overlap(self, options: Mapping[str, Any]) -> None:
+        """Which GEMMs overlap, of a constructor that takes the name of its weight."""
+        operation, name = type(self).__name__, options["ub_name"]
+        flags = flags_of(operation, options)
+        check_name(operation, flags, name, self.parallel_mode)
+        self.overlap_flags, self.ub_name = flags, name
+
+    def flags_without_effect(self) -> str:
+        """Why flags of overlap do nothing, whatever the call is; "" where they do something, or there are none."""
+        return idle_flags(self.overlap_flags, self.tp_size, self.sequence_parallel)
+
+    def decide_anew(self) -> None:
+        """Forget what calls depend on: it changed outside of the module."""
+        self._calls.clear()
+        self.__dict__["_version"] += 1
+
+    def _split(
+        self, mode: str | None, precision: Precision | None, name: str | None, dtype: torch.dtype
+    ) -> Split | None:
+        """How a weight of this mode and (for overlap) name is spread; None where it is whole."""
         if self.tp_size == 1 or mode is None:
             return None
         if self.sequence_parallel and precision is not None and precision.history is not None:
@@ -98,7 +118,10 @@ class TensorParallel(Documented, MarkedModule):
             groups = () if self._team is None else (self._team.group,)
             check_reduction(operation, precision.history, over, groups, "tensor-parallel", "sequence_parallel=True")
         symmetric = None if self.sequence_parallel or mode == "column" else self.symmetric_ar_type
-        return Split(mode, self.tp_size, self.sequence_parallel, symmetric)
+        overlap = None
+        if self.overlap_flags is not None and name is not None:
+            overlap = overlap_of(self, name, mode, precision, dtype)
+        return Split(mode, self.tp_size, self.sequence_parallel, symmetric, overlap)
 
     def _communicator(self, *splits: Any) -> GroupCommunicator | None:
         """What connects the ranks of these weights, for one call of this module."""

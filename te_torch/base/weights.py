@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.linear import LinearSpec, Needs, Product, weight_operand
+from te_core.layers.product import LinearSpec, Needs, Product, weight_operand
 from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor

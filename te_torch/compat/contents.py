@@ -30,6 +30,7 @@ from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.debug import debug_quantization as _debug_quantization
 from te_torch.debug import state as _debug_state
 from te_torch.debug import stats as _debug_stats
+from te_torch.parallel import overlap as _overlap
 from te_torch.parallel.context import data as _context
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors import utils as _tensor_utils
@@ -40,7 +41,6 @@ from te_torch.training import export as _export
 from te_torch.training import fsdp as _fsdp
 from te_torch.training import offload as _offload
 from te_torch.training import rng as _rng
-from te_torch.training import userbuffers as _userbuffers
 from te_torch.training.graphs import make as _graphs
 
 ROOT = "transformer_engine"
@@ -221,7 +221,7 @@ DEFINED: dict[str, dict[str, Any]] = {
         "_2X_ACC_DGRAD": True,
         "_2X_ACC_WGRAD": True,
     }
-    | _of(_userbuffers, _OVERLAP),
+    | _of(_overlap, _OVERLAP),
     "pytorch.module.fp8_padding": _of(te_torch, ("Fp8Padding",)),
     "pytorch.module.fp8_unpadding": _of(te_torch, ("Fp8Unpadding",)),
     "pytorch.module.grouped_linear": _of(te_torch, ("GroupedLinear",)),
@@ -280,7 +280,7 @@ GATHERED: dict[str, dict[str, Any]] = {
     },
     "pytorch.module": _of(te_torch, _MODULES)
     | {"is_module_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path}
-    | _of(_userbuffers, ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub")),
+    | _of(_overlap, ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub")),
     "pytorch.tensor": _of(_tensors, _tensors.__all__) | _MAKERS | _of(_tensors, ("get_all_tensor_types",)),
     "pytorch.tensor.storage": _of(te_torch, [n for n in _tensors.__all__ if n.endswith("Storage")]),
 }

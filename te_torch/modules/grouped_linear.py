@@ -21,7 +21,7 @@ from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
 from te_torch.base.checkpoint_state import WithExtraState
 from te_torch.base.module import BaseModule, normal_init
-from te_torch.base.options import check_values, refuse_unbuilt
+from te_torch.base.options import check_values, check_ways
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
@@ -97,7 +97,7 @@ class GroupedLinear(BaseModule):
         options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         check_values("GroupedLinear", options)
         _check_options(options)
-        refuse_unbuilt("GroupedLinear", options)
+        check_ways("GroupedLinear", options)
         super().__init__(name)
         self.num_gemms = self.gemms = num_gemms
         self.wgrad_store = Gradients(num_gemms)

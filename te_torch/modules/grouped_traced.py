@@ -13,7 +13,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.layers import grouped_linear as core
-from te_core.layers.linear import gradient_dtype
+from te_core.layers.product import gradient_dtype
 from te_core.quantize.state import Scales
 from te_torch import state as scaling
 from te_torch import updates

@@ -144,12 +144,14 @@ class LayerNormLinear(NormParameters, SplitParameters):
         symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:
-        check_options("LayerNormLinear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        check_options("LayerNormLinear", options)
         if str(parallel_mode).lower() == "row":
             raise NotImplementedError("LayerNormLinear: parallel_mode='row' would split the norm's rows; use 'column'")
         super().__init__(name)
         self._spread_over(tp_size, tp_group, sequence_parallel)
         self._take_shape(in_features, out_features, parallel_mode)
+        self._take_overlap(options)
         self.return_bias = return_bias
         self._return_norm(return_layernorm_output, return_layernorm_output_gathered)
         self._fork = fork_of(get_rng_state_tracker, None)

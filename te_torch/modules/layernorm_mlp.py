@@ -23,6 +23,7 @@ from te_torch.forks import fork_of
 from te_torch.function import Call, of_table, register
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import empty_bias, returned_bias
+from te_torch.parallel.overlap import flags_of
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, check_input, default_device
@@ -83,8 +84,10 @@ class LayerNormMLP(NormParameters):
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
     ) -> None:
-        check_options("LayerNormMLP", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        check_options("LayerNormMLP", options)
         super().__init__(name)
+        self.overlap_flags = flags_of("LayerNormMLP", options)
         self.activation = ALIASES.get(activation, activation)
         if self.activation not in KINDS:
             raise UnsupportedError(
@@ -206,8 +209,10 @@ class LayerNormMLP(NormParameters):
         rules = [self._precision(precision, gemm) for gemm in range(2)]
         check_recipe_fits(self, rules[0])
         first, second = (
-            LinearSpec(TO_CORE[dtype], rule, needs, request, kind, parallel=self._split(mode, rule))
-            for rule, needs, request, mode in zip(rules, (fc1, fc2), self._requests(), self._modes(), strict=True)
+            LinearSpec(TO_CORE[dtype], rule, needs, request, kind, parallel=self._split(mode, rule, name, dtype))
+            for rule, needs, request, mode, name in zip(
+                rules, (fc1, fc2), self._requests(), self._modes(), ("fc1", "fc2"), strict=True
+            )
         )
         spec = core.MLPSpec(
             first,

@@ -47,6 +47,7 @@ class RowsError(ArgumentError, RuntimeError):
 class SplitParameters(BaseModule):
     """A module with a weight [out, in] and bias [out], in one piece or in named parts of the output."""
 
+    ub_name: str | None = None  # of the weight's GEMMs, in ub_cfgs
     hands_over = False  # a module around it asks for quantized outputs where its attention reads them
 
     def _add_linear_parameters(
@@ -133,7 +134,7 @@ class SplitParameters(BaseModule):
             None if weight_dtype is None else TO_CORE[weight_dtype],
             bool(fp8_output),
             fp8_grad,
-            parallel=self._split(self.parallel_mode, rule),
+            parallel=self._split(self.parallel_mode, rule, self.ub_name, dtype),
         )
 
     def _linear_sources(self, bias: torch.Tensor | None) -> tuple[Any, Any]:
@@ -257,10 +258,12 @@ class Linear(SplitParameters):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
-        check_options("Linear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        check_options("Linear", options)
         super().__init__(name)
         self._spread_over(tp_size, tp_group, sequence_parallel)
         self._take_shape(in_features, out_features, parallel_mode)
+        self._take_overlap(options)
         self.symmetric_ar_type = symmetric_ar_type
         self.return_bias, self.save_original_input = return_bias, bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)

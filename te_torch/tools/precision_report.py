@@ -110,8 +110,9 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
             idle.append(name)
             continue
         for part, spec, weight in _linears(module):
-            layer = f"{name}{part}"
-            rows += [Row(layer, facts) for facts in explain_linear(spec, _place(weight), _held_as(weight))]
+            layer, idle_flags = f"{name}{part}", module.flags_without_effect() if spec.parallel is None else ""
+            for facts in explain_linear(spec, _place(weight), _held_as(weight)):
+                rows.append(Row(layer, facts._replace(reason="; ".join(filter(None, (facts.reason, idle_flags))))))
     return PrecisionReport(rows, idle)
 
 

@@ -30,6 +30,7 @@ from te_torch.function import noting
 from te_torch.module_names import next_name, shown, warn_ignored
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.parallel.overlap import Flags, flags_of
 from te_torch.runtime import amp_cast
 from te_torch.surroundings import dispatch_modes
 from te_torch.transformer.drop_path import DropPath
@@ -43,7 +44,6 @@ _IGNORED = (
     "layer_type='decoder' to the constructor"
 )
 _LATE = "apply_residual_connection_post_layernorm"
-_OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 #: Options that go on as they are: to all parts, and to the attentions.
 _SHARED = (
     "bias",
@@ -177,8 +177,9 @@ class TransformerLayer(Unit):
         softmax_type: str = "vanilla",
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        check_options("TransformerLayer", given)
         # Single overlaps (ub_overlap_ag ...) mean something only with ub_tp_comm_overlap.
-        check_options("TransformerLayer", {k: v for k, v in given.items() if k not in _OVERLAPS})
+        flags = flags_of("TransformerLayer", given, on=bool(ub_tp_comm_overlap))
         super().__init__()
         self.name = next_name() if name is None else name
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
@@ -192,16 +193,16 @@ class TransformerLayer(Unit):
         # What is dropped of the stream is the same on all tensor-parallel ranks, unless each has tokens of its own.
         self._fork = fork_of(get_rng_state_tracker, None) if sequence_parallel else None
         self.drop_path = DropPath(drop_path_rate, self._fork) if drop_path_rate > 0 else None
-        self._add_parts(given)
+        self._add_parts(given, {} if flags is None else flags._asdict())
         ranks = self.self_attention.tp_size
         if sequence_parallel and seq_length is not None and ranks > 1 and attn_input_format == "sbhd":
             self._rows = seq_length // ranks
-        compare_options(self, {k: v for k, v in given.items() if k not in _OVERLAPS})
+        compare_options(self, {k: v for k, v in given.items() if k not in Flags._fields})
 
-    def _add_parts(self, given: dict[str, Any]) -> None:
-        """The modules that the layer is made of, by what its constructor was given."""
+    def _add_parts(self, given: dict[str, Any], flags: dict[str, Any]) -> None:
+        """The modules that the layer is made of, by what its constructor was given, and which GEMMs overlap."""
         width, heads, late = given["hidden_size"], given["num_attention_heads"], given[_LATE]
-        shared = {name: given[name] for name in _SHARED}
+        shared = {name: given[name] for name in _SHARED} | flags
         shared["return_bias"] = not self.parallel_attention_mlp  # else one residual step serves two branches
         attention = {name: given[name] for name in _ATTENTION} | shared | {"qkv_format": given["attn_input_format"]}
         self.self_attention = MultiheadAttention(

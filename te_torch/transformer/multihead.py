@@ -34,6 +34,7 @@ from te_torch.modules.l2_norm import L2Normalization
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.parallel.overlap import flags_of, projections_of
 from te_torch.runtime import default_device, nested
 from te_torch.transformer.handed import (
     PROJECTIONS,
@@ -91,6 +92,12 @@ def check_qkv_whole(operation: str, fused: bool, accumulates: bool) -> None:
         )
 
 
+def _overlapping(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What its flags of overlap, once all arguments are checked, mean to projections of the input and of the output."""
+    check_options("MultiheadAttention", given)
+    return projections_of(flags_of("MultiheadAttention", given))
+
+
 class MultiheadAttention(Unit):
     """Attention of `num_attention_heads` heads between projections, in the precision of the active region."""
 
@@ -141,7 +148,7 @@ class MultiheadAttention(Unit):
         softmax_type: str = "vanilla",
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        check_options("MultiheadAttention", given)
+        column, row = _overlapping(given)
         super().__init__()
         self.hidden_size, self.num_attention_heads = sizes = hidden_size, num_attention_heads
         self.num_gqa_groups, self.kv_channels = head_sizes("MultiheadAttention", *sizes, num_gqa_groups, kv_channels)
@@ -165,7 +172,7 @@ class MultiheadAttention(Unit):
             "sequence_parallel": self.sequence_parallel,
         }
         norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
-        self._add_projections(fuse_qkv_params, norm, {**linear, "init_method": init_method})
+        self._add_projections(fuse_qkv_params, norm, {**linear, **column, "init_method": init_method})
         self.core_attention = DotProductAttention(
             num_attention_heads,
             self.kv_channels,
@@ -189,7 +196,7 @@ class MultiheadAttention(Unit):
             return_bias=return_bias,
             name=f"{self.name}.proj",
             parallel_mode="row" if set_parallel_mode else None,
-            **linear,
+            **linear | row,
         )
         compare_options(self, given)
 

@@ -9,6 +9,7 @@ import pytest
 
 from te_core.layers import linear
 from te_core.layers.linear import LinearSpec
+from te_core.layers.overlap import Overlap, Way
 from te_core.layers.parallel import Split
 from tests.core.fake_cuda import Machine, Make
 from tests.core.tape_cases import ALL, BF16, Maker, precision_of
@@ -39,6 +40,9 @@ class Silent:
 
     def all_reduce(self, *_: Any, how: str | None = None) -> Done:
         return self._noted("all_reduce")
+
+    def send_recv(self, *_: Any) -> Done:
+        return self._noted("send_recv")
 
     def _noted(self, name: str) -> Done:
         self.machine.note(name, None, {}, 0)
@@ -88,3 +92,33 @@ def test_what_ranks_launch(make: Make, mode: str, sequence: bool, recipe: str | 
     assert alone["gemm"] == 3
     wanted = alone + Counter(COSTS[mode, sequence, recipe])
     assert launched(machine, mode, Split(mode, SIZE, sequence), recipe) == wanted
+
+
+RING = Overlap("fc", Way("ring_exchange"), Way("ring_exchange"), None, 1 << 30)
+#: The same with fprop and dgrad in two parts. A sum is added by a kernel of ours; of a gradient that wgrad reads, too,
+#: the own rows are put among the others'.
+ROW_IN_PARTS = ["send_recv", "send_recv", "context_sum", "bias_dropout_add", "resize"]
+IN_PARTS = {
+    ("column", None): ["all_gather", "send_recv", "send_recv", "context_sum"],
+    ("column", "delayed"): ["all_gather", "send_recv", "send_recv", "context_sum", "transpose"],
+    ("column", "current"): ["all_gather", "send_recv", "send_recv", "context_sum", "transpose", *AGREED],
+    ("row", None): [
+        "send_recv",
+        "send_recv",
+        "context_sum",
+        "bias_dropout_add",
+        "resize",
+        "column_parts",
+        "column_sum",
+    ],
+    ("row", "delayed"): ["send_recv", "send_recv", "context_sum", "bias_dropout_add", "resize", "transpose"],
+    ("row", "current"): ["send_recv", "send_recv", "context_sum", "bias_dropout_add", "resize", "transpose", *AGREED],
+}
+
+
+@pytest.mark.parametrize(("mode", "recipe"), IN_PARTS)
+def test_what_overlapping_ranks_launch(make: Make, mode: str, recipe: str | None) -> None:
+    """Two products more, and nothing else but what the table has."""
+    machine = make()
+    wanted = launched(machine, mode, None, recipe) + Counter([*IN_PARTS[mode, recipe], "gemm", "gemm"])
+    assert launched(machine, mode, Split(mode, SIZE, True, overlap=RING), recipe) == wanted

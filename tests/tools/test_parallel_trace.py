@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parallel
+from benchmarks import overlap, parallel
 
 
 def kernel(start: float, dur: float, name: str = "nvjet_sm90") -> dict[str, Any]:
@@ -20,6 +20,31 @@ def test_communication_that_is_hidden() -> None:
     spent, hidden = parallel.communication([*sends, *works, {"cat": "cpu_op", "ts": 0, "dur": 9, "name": "nccl"}])
     assert spent == 3.0 and hidden == pytest.approx((1000 + 500) / 3000)
     assert math.isnan(parallel.communication(works)[1])
+
+
+def test_communication_that_shows() -> None:
+    """Copies between GPUs travel, too; those of a GPU or to the host do not, and two transfers at a time count once."""
+    copies = [
+        {**kernel(0, 4000, name), "cat": "gpu_memcpy"}
+        for name in (
+            "Memcpy PtoP (Device -> Device)",
+            "Memcpy DtoD (Device -> Device)",
+            "Memcpy HtoD (Pinned -> Device)",
+        )
+    ]
+    sends = [kernel(1000, 2000, "ncclDevKernel_SendRecv(x)"), kernel(6000, 1000, "ncclDevKernel_ReduceScatter")]
+    works = [kernel(500, 1000), kernel(3500, 3000)]
+    assert parallel.shown([*copies, *sends, *works]) == pytest.approx((4000 - 1000 - 500 + 500) / 1e3)
+    assert parallel.shown(works) == 0.0 and parallel.shown(sends) == 3.0
+
+
+@pytest.mark.more
+def test_overlap_is_measured_without_a_gpu() -> None:
+    rows = parallel.spawned("cpu", overlap.cases)
+    assert {(row["recipe"], row["method"]) for row in rows} == {
+        (r, m) for r in parallel.RECIPES for m in overlap.METHODS
+    }
+    assert all(row["ms"] > 0 and row["plain ms"] > 0 for row in rows)
 
 
 @pytest.mark.more

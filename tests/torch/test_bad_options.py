@@ -60,7 +60,8 @@ BAD: dict[str, tuple[Any, ...]] = {
          "return_layernorm_output", "return_layernorm_output_gathered", "input_layernorm", "output_layernorm",
          "parallel_attention_mlp", "apply_residual_connection_post_layernorm", "fuse_qkv_params",
          "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "return_max_logit",
-         "save_original_input", "single_grouped_weight", "single_grouped_bias", "interleaved"), FLAG,
+         "save_original_input", "single_grouped_weight", "single_grouped_bias", "interleaved", "ub_overlap_ag",
+         "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_tp_comm_overlap"), FLAG,
     ),
     **dict.fromkeys(
         ("sequence_parallel", "set_parallel_mode", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal",
@@ -81,6 +82,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "activation": ("GELU", None, 5),
     "activation_params": (5, {"limit": "x"}, {"bounds": 1.0}),
     "parallel_mode": ("xyz",),
+    "ub_name": (5,),
 }  # fmt: skip
 #: Arguments that are judged elsewhere, or change nothing whatever they are.
 ELSEWHERE = {
@@ -89,13 +91,6 @@ ELSEWHERE = {
     "cp_global_ranks",
     "cp_stream",
     "cp_comm_type",  # groups: refused unless of one rank
-    "ub_overlap_ag",
-    "ub_overlap_rs",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_dgrad",
-    "ub_bulk_wgrad",
-    "ub_tp_comm_overlap",
-    "ub_name",
     "symmetric_ar_type",
     "seq_length",
     "micro_batch_size",  # without effect, as documented
@@ -154,11 +149,6 @@ def test_refused_where_it_enters(kind: str) -> None:
 
 #: Parts that come later.
 NOT_BUILT: dict[str, Any] = {
-    "ub_overlap_ag": True,
-    "ub_overlap_rs": True,
-    "ub_overlap_rs_dgrad": True,
-    "ub_bulk_dgrad": True,
-    "ub_bulk_wgrad": True,
     "symmetric_ar_type": "multimem_all_reduce",
     "activation_params": {"limit": 7.0},
     "activation": "tanh",
@@ -211,7 +201,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("MultiheadAttention", {"qkv_format": "bhsd"}, ArgumentError, "bhsd"),
     ("MultiheadAttention", {"qk_norm_type": "BatchNorm"}, ValueError, "L2Normalization"),
     ("MultiheadAttention", {"tp_size": 7, "set_parallel_mode": True}, AssertionError, "over 7 ranks"),
-    ("MultiheadAttention", {"ub_overlap_ag": True}, UnsupportedError, "ub_overlap_ag"),
+    ("Linear", {"ub_name": "query"}, ValueError, "ub_name='query'. Allowed: 'qkv' or 'fc1' or 'proj' or 'fc2'"),
+    ("Linear", {"ub_overlap_ag": True}, ValueError, "ub_name=None with ub_overlap_ag=True"),
+    ("Linear", {"ub_overlap_ag": True, "ub_name": "proj", "parallel_mode": "column"}, ValueError, "'qkv' or 'fc1'"),
+    ("LayerNormLinear", {"ub_overlap_rs_dgrad": True, "ub_bulk_dgrad": True}, ValueError, "beside ub_bulk_dgrad=True"),
+    ("LayerNormMLP", {"ub_overlap_rs_dgrad": True, "ub_bulk_wgrad": True}, ValueError, "beside ub_bulk_wgrad=True"),
+    ("LayerNormMLP", {"ub_bulk_wgrad": True, "delay_wgrad_compute": True}, ValueError, "put off"),
+    ("MultiheadAttention", {"ub_overlap_rs_dgrad": True, "ub_bulk_dgrad": True}, ValueError, "ub_bulk_dgrad=True"),
     ("MultiheadAttention", {"fuse_wgrad_accumulation": True}, ValueError, "fuse_qkv_params=True"),
     ("MultiheadAttention", {"normalization": "BatchNorm", "input_layernorm": True}, AssertionError, "RMSNorm"),
     ("DotProductAttention", {"num_gqa_groups": 3}, AssertionError, "groups that divide the heads"),
@@ -231,7 +227,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("TransformerLayer", {"qk_norm_type": "BatchNorm"}, ValueError, "L2Normalization"),
     ("TransformerLayer", {"normalization": "BatchNorm"}, AssertionError, "'LayerNorm' or 'RMSNorm'"),
     ("TransformerLayer", {"tp_size": 7, "set_parallel_mode": True}, ValueError, "over 7 ranks"),
-    ("TransformerLayer", {"ub_tp_comm_overlap": True}, UnsupportedError, "ub_tp_comm_overlap"),
+    (
+        "TransformerLayer",
+        {"ub_tp_comm_overlap": True, "ub_overlap_rs_dgrad": True},
+        ValueError,
+        "beside ub_bulk_dgrad=True and ub_bulk_wgrad=True.*pass False for the one or the others",
+    ),
     *(
         (kind, {**WIDE, **sizes}, AssertionError, f"{kind}: got .*{said}")
         for kind in ("MultiheadAttention", "TransformerLayer")

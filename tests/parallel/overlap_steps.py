@@ -1,0 +1,207 @@
+"""Modules whose GEMMs overlap with their communication, beside the same modules without: what ranks do."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import te_torch as te
+from te_torch.parallel import overlap
+from tests.parallel.ranks import Rank
+from tests.parallel.tensor_steps import error_of
+from tests.recipes import region
+from tests.tolerances import snr_db
+
+NONE, FP8 = te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8
+H, F = 64, 128
+TOKENS = 128  # of a rank: the most that overlaps
+FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+#: Which of them are set: the bulk ones, or a ring for the sum of dgrad.
+SETS = {
+    "bulk": dict(zip(FLAGS, (True, True, False, True, True), strict=True)),
+    "rings": dict(zip(FLAGS, (True, True, True, False, False), strict=True)),
+}
+RINGS = {f"{name}_fprop": {"method": "ring_exchange"} for name in ("proj", "fc2")}
+
+
+def make(kind: str, rank: Rank, group: Any, **flags: bool) -> Any:
+    """A layer over the ranks of a group, with these flags."""
+    torch.manual_seed(1 + dist.get_rank(group))
+    options: dict[str, Any] = {
+        "params_dtype": torch.bfloat16,
+        "device": rank.device,
+        "tp_group": group,
+        "tp_size": dist.get_world_size(group),
+        "sequence_parallel": True,
+        **flags,
+    }
+    if kind == "column":
+        return te.Linear(H, F, parallel_mode="column", ub_name="qkv", **options)
+    if kind.startswith("row"):
+        options["delay_wgrad_compute"] = kind == "row, wgrad later"
+        return te.Linear(F, H, parallel_mode="row", ub_name="proj", **options)
+    if kind == "norm column":
+        return te.LayerNormLinear(H, F, parallel_mode="column", ub_name="fc1", **options)
+    options["set_parallel_mode"] = True
+    if kind.startswith("mlp"):
+        return te.LayerNormMLP(H, F, checkpoint=kind == "mlp again", **options)
+    if kind == "attention":
+        return te.MultiheadAttention(H, 4, attention_dropout=0.0, input_layernorm=True, fuse_qkv_params=True, **options)
+    if flags:
+        options["ub_tp_comm_overlap"] = True
+    return te.TransformerLayer(H, F, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **options)
+
+
+@contextmanager
+def initialised(ranks: int, **options: Any) -> Iterator[None]:
+    """Between `initialize_ub` and `destroy_ub`."""
+    modes = {"quantization_modes": [NONE, FP8], "dtype": torch.bfloat16, **options}
+    te.initialize_ub([TOKENS * ranks, H], ranks, **modes)
+    try:
+        yield
+    finally:
+        te.destroy_ub()
+
+
+def steps(
+    module: Any, rank: Rank, recipe: str | None, counts: tuple[int, ...], group: Any, checkpointed: bool = False
+) -> list[torch.Tensor]:
+    """All outputs and gradients of some steps, of each so many tokens a rank."""
+    found: list[torch.Tensor] = []
+    trained = [p for p in module.parameters() if p.requires_grad]
+    size, own = dist.get_world_size(group), dist.get_rank(group)
+    whole = isinstance(module, te.Linear) and module.parallel_mode == "row"  # it takes all tokens, and columns of them
+    width = module.in_features if isinstance(module, te.Linear) else H
+    for step, tokens in enumerate(counts):
+        rows = tokens * size if whole else tokens
+        generator = torch.Generator().manual_seed(10 * step + own)
+        x = torch.randn(rows, 1, width, generator=generator).bfloat16().to(rank.device).requires_grad_()
+        with region(recipe):
+            y = te.checkpoint(module, x) if checkpointed else module(x)
+        y.backward(torch.randn(y.shape, generator=generator).bfloat16().to(rank.device))
+        if isinstance(module, te.Linear) and module.need_backward_dw():
+            module.backward_dw()
+        found += [t.detach().cpu() for t in (y, x.grad, *[p.grad for p in trained])]  # type: ignore[union-attr]
+        with torch.no_grad():
+            for p in trained:
+                p.sub_(p.grad, alpha=0.001)
+                p.grad = None
+    return found
+
+
+def reasons(module: Any) -> dict[str, str]:
+    """By GEMM, as ub_cfgs calls it, what the report says of its overlap."""
+    said: dict[str, str] = {}
+    for row in te.precision_report(module).rows:
+        for part in row.facts.reason.split("; "):
+            name, _, how = part.partition(" ")
+            if name.partition("_")[0] in overlap.NAMES:
+                said[name] = how
+    return said
+
+
+def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The least agreement of any pair, in dB; infinite where all bits are equal."""
+    pairs = list(zip(found, wanted, strict=True))
+    return min(math.inf if torch.equal(a, b) else snr_db(a, b) for a, b in pairs)
+
+
+def compared(
+    rank: Rank,
+    kind: str,
+    recipe: str | None,
+    flags: dict[str, bool],
+    cfg: dict[str, Any] | None,
+    counts: tuple[int, ...],
+) -> tuple[float, dict[str, str]]:
+    """(how far overlap changes results, how GEMMs overlapped in the last step)."""
+    group = dist.group.WORLD
+    plain = steps(make(kind, rank, group), rank, recipe, counts, group)
+    with initialised(rank.world, ub_cfgs=cfg):
+        module = make(kind, rank, group, **flags)
+        found = steps(module, rank, recipe, counts, group)
+        said = reasons(module)
+    return worst(found, plain), said
+
+
+def beside_others(rank: Rank, how: str) -> tuple[float, dict[str, str]]:
+    """The same of what also changes when something is computed, or how often: by `how`."""
+    group = dist.group.WORLD
+    results = []
+    for flags in ({}, SETS["rings"]):
+        with initialised(rank.world, ub_cfgs=RINGS):
+            module = make("mlp" if how == "checkpoint" else how, rank, group, **flags)
+            if how == "mlp":  # frozen weights of fc1
+                module.fc1_weight.requires_grad_(False)
+            results.append(steps(module, rank, "delayed", (64, 32, 64), group, how == "checkpoint"))
+    return worst(*results), reasons(module)
+
+
+def in_groups_of_two(rank: Rank) -> tuple[float, dict[str, str]]:
+    """The same of two groups, of ranks that are no neighbours."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    group = groups[rank.number % 2]
+    plain = steps(make("mlp", rank, group), rank, "current", (32, 64), group)
+    with initialised(2, ub_cfgs=RINGS):
+        module = make("mlp", rank, group, **SETS["rings"])
+        found = steps(module, rank, "current", (32, 64), group)
+        return worst(found, plain), reasons(module)
+
+
+def come_and_gone(rank: Rank) -> list[Any]:
+    """What a module says before initialize_ub, after it, after destroy_ub, and after another one."""
+    group, said = dist.group.WORLD, []
+    module = make("mlp", rank, group, **SETS["bulk"])
+
+    def step() -> list[torch.Tensor]:
+        return steps(module, rank, None, (32,) * 3, group)  # often enough to run as a plan
+
+    overlap._process.destroyed = False  # as in a process that never had any
+    said.append(error_of(step))
+    with initialised(rank.world, ub_cfgs=RINGS):
+        step()
+        said.append(reasons(module))
+    step()
+    said.append(reasons(module))
+    with initialised(rank.world, ub_cfgs={"fc2_fprop": {"num_splits": 2}}, quantization_modes=[NONE]):
+        step()
+        said.append(reasons(module)["fc2_fprop"])
+        steps(module, rank, "current", (32,), group)
+        said.append(reasons(module)["fc2_fprop"])
+    with initialised(rank.world, dtype=torch.float16):
+        step()
+        said.append(reasons(module)["fc2_fprop"])
+    return said
+
+
+def refused(rank: Rank) -> list[str]:
+    """What modules refuse in their first forward, and what flags say that do nothing."""
+    group = dist.group.WORLD
+    said = []
+    with initialised(1):  # groups of one rank
+        module = make("column", rank, group, ub_overlap_ag=True)
+        said.append(error_of(lambda: steps(module, rank, None, (32,), group)))
+    with initialised(rank.world, ub_cfgs={"qkv_dgrad": {"method": "ring_exchange"}}):
+        module = make("column", rank, group, ub_bulk_dgrad=True)
+        said.append(error_of(lambda: steps(module, rank, None, (32,), group)))
+    module = make("column", rank, group, ub_overlap_ag=True)
+    module.sequence_parallel = False
+    module(torch.zeros(4, 1, H, dtype=torch.bfloat16, device=rank.device))
+    return [*said, reasons(module)["qkv_fprop"]]
+
+
+def on_two_hosts(rank: Rank) -> str:
+    """As under a launcher with one process a host."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    try:
+        with initialised(rank.world):
+            module = make("column", rank, dist.group.WORLD, ub_overlap_ag=True)
+            return error_of(lambda: steps(module, rank, None, (32,), dist.group.WORLD))
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
