@@ -47,7 +47,7 @@ TABLES = {
     "pieces": "8IQ",
 }
 _RECORDS = {name: struct.Struct("<" + form) for name, form in TABLES.items()}
-_HEADER = _DIGESTED + 16 * len(TABLES)
+_HEADER = -(-(_DIGESTED + 16 * len(TABLES)) // 16) * 16
 
 
 class Slot(NamedTuple):
@@ -201,7 +201,8 @@ class _Writer:
             content += bytes(-len(content) % 16)
             parts.append(content)
             at += len(content)
-        return sealed(_HEAD.pack(MAGIC, VERSION, _HEADER, at, bytes(32)) + directory + b"".join(parts))
+        head = _HEAD.pack(MAGIC, VERSION, _HEADER, at, bytes(32)) + directory
+        return sealed(head.ljust(_HEADER, b"\0") + b"".join(parts))
 
 
 def sealed(content: bytes) -> bytes:

@@ -1,0 +1,153 @@
+"""Programs that the player in C plays: it asks stubs of CUDA's libraries for what a replay asks for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from te_core import dlpack
+from te_core.runtime import ByteAllocator
+from te_core.tape.program_file import pack, unpack
+from tests.core.c_library import FOLDER, needs_cc
+from tests.core.fake_cuda import B200, Make
+from tests.core.program_proof import Proof, proved
+from tests.core.tape_cases import MLP, RECIPES, Linear
+from tests.core.test_tape_beside import LAYERS, build, into_memory_of_the_call
+from tests.core.test_tape_cuda import GROUPS, KINDS, SHOWN, SMALL
+
+pytestmark = needs_cc
+
+
+@pytest.fixture
+def proof(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proof]:
+    made = Proof(make(), monkeypatch)
+    yield made
+    made.c.destroy()
+    assert not made.machine.faults, made.machine.faults[:3]
+
+
+@pytest.mark.parametrize(
+    ("group", "recipe"),
+    [pytest.param(*pair, marks=[] if pair in SHOWN else pytest.mark.more) for pair in product(GROUPS, KINDS)],
+)
+def test_layers_with_products(proof: Proof, group: str, recipe: str | None) -> None:
+    for case in GROUPS[group](recipe):
+        proved(proof, case)
+    assert proof.tapes > 20 and proof.steps > proof.tapes
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, "delayed", pytest.param("current dequantized backward", marks=pytest.mark.more)]
+)
+def test_turned_weights(proof: Proof, recipe: str | None) -> None:
+    linear, mlp = Linear(recipe, turned=True), MLP(recipe, turned=True)
+    proved(proof, replace(linear, k=80, n=48, sink="fp32+"))
+    proved(proof, replace(linear, normed="RMSNorm", again=True))
+    proved(proof, replace(mlp, checkpoint=True))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(KINDS)))
+def test_other_recipes(proof: Proof, recipe: str) -> None:
+    for case in (Linear(recipe), Linear(recipe, bias=False, sink="fp32+"), MLP(recipe), MLP(recipe, checkpoint=True)):
+        proved(proof, case)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", pytest.param("nvfp4 4over6", marks=pytest.mark.more)])
+def test_products_that_other_gpus_have(make: Make, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """Alpha lies on the device; scales come in the order of products."""
+    proof = Proof(make(B200), monkeypatch)
+    base, mlp = Linear(recipe, rows=64), MLP(recipe, rows=64, hidden=128)
+    for changes in ({}, {"sink": "fp32+"}, {"weight": "rows"}, {"ready": "both"}, {"x": "both"}, {"dy": "rows"}):
+        proved(proof, replace(base, **changes))
+    for changes in ({}, {"weight": "rows", "checkpoint": True}, {"ready": "both", "checkpoint": True}):
+        proved(proof, replace(mlp, **changes))
+    proof.c.destroy()
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "into_memory_of_the_call"])
+def test_on_other_streams(proof: Proof, name: str) -> None:
+    """The same launches on streams beside, the same waits; memory is given back once they are done with it."""
+    proved(proof, partial(build, {**LAYERS, "into_memory_of_the_call": into_memory_of_the_call}[name]))
+    assert proof.tapes == 1
+
+
+def test_memory_of_any_allocator(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded for an allocator that gives multiples of 16."""
+    machine = make()
+    driver = machine.driver
+    machine.allocator = lambda device: ByteAllocator(device, partial(driver.allocate, 0), partial(driver.free, 0))
+    proof = Proof(machine, monkeypatch)
+    for case in (Linear("delayed"), MLP("current", shift=4, only=2)):
+        proved(proof, case)
+    proof.c.destroy()
+
+
+@pytest.mark.parametrize("layer", SMALL)
+def test_other_layers(proof: Proof, layer: str) -> None:
+    for case in SMALL[layer]:
+        proved(proof, case)
+
+
+# ------------------------------------------------------------------------------------------------- the library itself
+
+
+def made(folder: Path, *targets: str, **variables: str) -> str:
+    """What make says of targets of bindings/c."""
+    named = [f"{name}={value}" for name, value in variables.items()]
+    command = ["make", "-s", "-C", str(FOLDER), f"BUILD={folder}", *named, *targets]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def test_the_c_api(tmp_path: Path) -> None:
+    """bindings/c/tests/tests.c: errors, memory, threads, files, versions."""
+    assert "13 tests passed" in made(tmp_path, "test", CFLAGS="-O1")
+
+
+def test_the_abi_is_as_recorded(tmp_path: Path) -> None:
+    found = made(tmp_path, "abi", CFLAGS="-O1")
+    assert found == (FOLDER / "abi.txt").read_text(), (
+        "callers were built against it: add at ends, then make -s abi > abi.txt"
+    )
+    assert f"sizeof DLTensor = {ctypes.sizeof(dlpack._DLTensor)}" in found
+    for name, _ in dlpack._DLTensor._fields_[:1] + dlpack._DLTensor._fields_[-3:]:
+        assert f"DLTensor.{name} at {getattr(dlpack._DLTensor, name).offset}\n" in found
+
+
+@pytest.mark.more
+def test_under_sanitizers(tmp_path: Path) -> None:
+    """The same tests, and broken files: make -C bindings/c fuzz COUNT=1000000 tries more."""
+    assert "13 tests passed" in made(tmp_path, "sanitized")
+    assert "10000 broken files" in made(tmp_path, "fuzz", COUNT="10000", SEED="2")
+
+
+def test_the_file_of_the_tests_in_c_is_of_this_format() -> None:
+    """Else: python -m tests.core.stub_program bindings/c/tests/linear.te."""
+    content = (FOLDER / "tests" / "linear.te").read_bytes()
+    assert pack(unpack(content)) == content
+
+
+def test_an_example_plays_a_file(tmp_path: Path) -> None:
+    made(tmp_path, str(tmp_path / "play"), str(tmp_path / "libstub.so"), CFLAGS="-O1")
+    program = tmp_path / "linear.te"
+    program.write_bytes((FOLDER / "tests" / "linear.te").read_bytes())
+    program.chmod(0o600)
+    stubs = {name: str(tmp_path / "libstub.so") for name in ("TE_LIBCUDA", "TE_LIBCUBLASLT")}
+    (tmp_path / "out").mkdir()
+    command = [str(tmp_path / "play"), str(program), "backward", str(tmp_path), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **stubs})
+    assert done.returncode == 0, done.stderr
+    assert "grad.x: 6144 bytes" in done.stdout and "backward: " in done.stdout
+    assert (tmp_path / "out" / "grad.weight").stat().st_size == 96 * 64 * 2
+    done = subprocess.run([*command[:2], "sideward"], capture_output=True, text=True, env={**os.environ, **stubs})
+    assert done.returncode == 1 and "sideward" in done.stderr and "To do" in done.stderr
