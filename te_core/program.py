@@ -9,7 +9,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,18 +21,19 @@ from te_core.runtime import Runtime
 from te_core.tape import recorder
 from te_core.tape.program import add_entry
 from te_core.tape.program_file import Program, lines_of, pack, unpack
+from te_core.tape.tape import Tape
 from te_core.tape.taped import ALIGNED
 from te_core.tape.walk import NotRecordedError, exchanged
 from te_core.tensor import Tensor
 
-__all__ = ["Example", "Program", "main", "record", "recorded"]
+__all__ = ["Example", "Program", "main", "read", "record", "recorded", "tape_of"]
 
 
 class Example(NamedTuple):
     """A call to be recorded, with arguments like those that it will have: their shapes, dtypes, strides, alignment."""
 
     rt: Runtime
-    call: Call  # te_core.calls.call
+    call: Call | Callable[..., Any]  # te_core.calls.call(...), or an operation of te_core.ops.raw
     arguments: tuple[Any, ...]  # as the core's function takes them
     options: Mapping[str, Any] = {}
     backward: bool = False
@@ -59,26 +60,37 @@ def recorded(calls: Mapping[str, Example]) -> Program:
     return program
 
 
-def _add(program: Program, name: str, example: Example) -> None:
+def tape_of(name: str, example: Example) -> Tape:
+    """The tape of a call that an entry of this name is to do."""
     rt, call, arguments, options, backward = example
-    taped = call.backward if backward else call.forward
     tensors: list[Tensor] = []
     exchanged([*arguments, *options.values()], lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
     alignment = [min(ALIGNED, t.ptr & -t.ptr or ALIGNED) for t in tensors]
-    function = partial(taped.function, spec=taped.spec)
+    what, function, reason = name, call, ""
+    if isinstance(call, Call):
+        taped = call.backward if backward else call.forward
+        what, reason, function = taped.name, taped.reason, partial(taped.function, spec=taped.spec)
     try:
-        if taped.reason:
-            raise NotRecordedError(taped.reason)
-        tape = recorder.record(rt, taped.name, function, (arguments, dict(options)), alignment)
+        if reason:
+            raise NotRecordedError(reason)
+        return recorder.record(rt, what, function, (arguments, dict(options)), alignment)
     except NotRecordedError as error:
         do = "play this call by te_core"
         raise UnsupportedError(f"te_core.record {name}", str(error), "calls that te_core replays", do) from error
-    gradients = [f"grad.{a.name or a.core}" for a in call.layer.arguments] if backward else None
-    add_entry(program, name, tape, _said(example), rt.device.index, gradients)
+
+
+def _add(program: Program, name: str, example: Example) -> None:
+    call, tape = example.call, tape_of(name, example)
+    gradients = None
+    if isinstance(call, Call) and example.backward:
+        gradients = [f"grad.{a.name or a.core}" for a in call.layer.arguments]
+    add_entry(program, name, tape, _said(example), example.rt.device.index, gradients)
 
 
 def _said(example: Example) -> str:
     """The call, for who records it anew."""
+    if not isinstance(example.call, Call):
+        return json.dumps({"function": getattr(example.call, "__name__", repr(example.call))})
     asked = example.call.asked
     said = {
         "layer": example.call.layer.name,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int32, c_size_t, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -80,6 +81,7 @@ class SlotInfo(ctypes.Structure):
 
 
 class Run(ctypes.Structure):
+    kept: Any
     _fields_ = [
         ("size", c_size_t),
         ("entry", c_int32),
@@ -103,9 +105,11 @@ class PlayerError(Exception):
 
 @cache
 def built() -> Path:
-    """The folder of the library and the stub, built once for the process."""
-    folder = Path(mkdtemp(prefix="te-c-"))
-    targets = [str(folder / name) for name in ("libte_core.so", "libstub.so")]
+    """The folder of the library and what it is tested with: that of TE_C_BUILD, or one built once for the process."""
+    folder = Path(os.environ.get("TE_C_BUILD") or mkdtemp(prefix="te-c-"))
+    if "TE_C_BUILD" in os.environ:
+        return folder
+    targets = [str(folder / name) for name in ("libte_core.so", "libstub.so", "libtimer.so")]
     made = subprocess.run(
         ["make", "-s", "-C", str(FOLDER), f"BUILD={folder}", "CFLAGS=-O1 -g", *targets], capture_output=True, text=True
     )
@@ -157,14 +161,29 @@ def check(status: int) -> None:
         raise PlayerError(status, said.message.decode(), said.step)
 
 
-class CRuntime:
-    """A te_runtime; `alloc(nbytes, alignment, stream)` and `free(address, stream)` give its memory."""
+def time_call() -> Any:
+    """(te_program_run, a program, a run, how many calls): nanoseconds a call."""
+    lib = ctypes.CDLL(str(built() / "libtimer.so"))
+    lib.te_time.argtypes, lib.te_time.restype = [c_void_p, c_void_p, POINTER(Run), ctypes.c_int], ctypes.c_double
+    play = ctypes.cast(library().te_program_run, c_void_p)
+    return partial(lib.te_time, play)
 
-    def __init__(self, alloc: Callable[..., int] | None = None, free: Callable[..., None] | None = None) -> None:
-        path = str(built() / "libstub.so").encode()
-        self._alloc = _ALLOC() if alloc is None else _ALLOC(lambda n, align, stream, _: alloc(n, align, stream or 0))
-        self._free = _FREE() if free is None else _FREE(lambda at, stream, _: free(at, stream or 0))
-        options = Options(ctypes.sizeof(Options), 2, 0, 5, self._alloc, self._free, None, path, path)
+
+class CRuntime:
+    """A te_runtime on libraries, or on the stub; `alloc(nbytes, alignment, stream)` and `free(address, stream)`, or
+    functions in C, give its memory."""
+
+    def __init__(
+        self, alloc: Any = None, free: Any = None, libcuda: str = "", libcublaslt: str = "", stream: int = 5
+    ) -> None:
+        stubbed = str(built() / "libstub.so")
+        names = [(path or stubbed).encode() for path in (libcuda, libcublaslt)]
+        self._alloc = _ALLOC() if alloc is None else alloc
+        self._free = _FREE() if free is None else free
+        if not isinstance(self._alloc, _ALLOC):
+            self._alloc = _ALLOC(lambda nbytes, alignment, stream, _: alloc(nbytes, alignment, stream or 0))
+            self._free = _FREE(lambda address, stream, _: free(address, stream or 0))
+        options = Options(ctypes.sizeof(Options), 2, 0, stream, self._alloc, self._free, 4096, *names)
         self.handle = c_void_p()
         check(library().te_runtime_create(byref(options), byref(self.handle)))
 
@@ -214,19 +233,19 @@ class CProgram:
         check(library().te_program_block_bytes(self.handle, entry, byref(found)))
         return found.value
 
-    def run(
-        self,
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
-        stream: int = 5,
-        block: int = 0,
-        entry: int = 0,
-        room: int = -1,
-    ) -> None:
-        """Play an entry on tensors (`tensor`)."""
+    def asked(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], stream: int = 5, block: int = 0, entry: int = 0
+    ) -> Run:
+        """A run of an entry on tensors (`tensor`), which live as long as it."""
         kinds = [(POINTER(DLTensor) * max(1, len(some)))(*map(ctypes.pointer, some)) for some in (inputs, outputs)]
-        more = len(inputs), len(outputs), *kinds, stream, block, self.block_bytes(entry) if room < 0 else room
-        check(library().te_program_run(self.handle, byref(Run(ctypes.sizeof(Run), entry, *more))))
+        more = len(inputs), len(outputs), *kinds, stream, block, self.block_bytes(entry)
+        made = Run(ctypes.sizeof(Run), entry, *more)
+        made.kept = inputs, outputs, kinds
+        return made
+
+    def run(self, inputs: Sequence[Any], outputs: Sequence[Any], **more: int) -> None:
+        """Play an entry."""
+        check(library().te_program_run(self.handle, byref(self.asked(inputs, outputs, **more))))
 
 
 def tensor(slot: Slot, address: int) -> DLTensor:

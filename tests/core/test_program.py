@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from te_core import calls
 from te_core.backends.cuda.gemm_run import Multiplied
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.kernels.reads import only_read
+from te_core.ops import raw
+from te_core.ops.quantize import ScalingState
 from te_core.program import Example, main, read, recorded
 from te_core.recipe import DelayedScaling
 from te_core.runtime import Runtime
@@ -21,11 +24,13 @@ from te_core.tape import program_file as file
 from te_core.tape import taped
 from te_core.tape.program import program_of
 from te_core.tape.program_file import lines_of, pack, sealed, unpack
+from te_core.tape.recorder import record
 from te_core.tape.tape import Tape
 from tests.core.fake_cuda import Machine, Make
-from tests.core.tape_cases import BF16, MLP, Linear, Maker
+from tests.core.tape_cases import BF16, FP32, MLP, Linear, Maker
 from tests.core.tape_more_cases import Attention
 from tests.core.tape_proof import Tapes, run
+from tests.core.test_tape_beside import build, products
 
 
 def tapes_of(machine: Machine, build: Any) -> list[Tape]:
@@ -51,8 +56,8 @@ def examples(machine: Machine, rows: int = 48) -> dict[str, Example]:
 @pytest.mark.parametrize("recipe", [None, "delayed", "nvfp4"])
 def test_what_is_written_is_read(make: Make, recipe: str | None) -> None:
     machine = make()
-    for build in (Linear(recipe), MLP(recipe, checkpoint=True), MLP(recipe, activation="swiglu", rows=0)):
-        for tape in tapes_of(machine, build):
+    for case in (Linear(recipe), MLP(recipe, checkpoint=True), MLP(recipe, activation="swiglu", rows=0)):
+        for tape in tapes_of(machine, case):
             program = program_of(tape)
             assert unpack(pack(program)) == program
             (entry,) = program.entries
@@ -87,6 +92,20 @@ def test_a_file_has_named_entries_and_their_calls(make: Make, tmp_path: Path) ->
     # What backward is given of forward has the names that forward says.
     saved = {s.name for s in backward.slots if s.name.startswith("saved.")}
     assert saved <= {p.name for p in forward.pieces}
+
+
+def test_an_operation_is_an_entry(make: Make) -> None:
+    """Such as the update of scales: which of a table's addresses are written no signature says, so all are."""
+    machine = make()
+    rt = machine.runtime()
+    given = Maker(rt)
+    states = [ScalingState(given(3, dtype=FP32), given(16, 3, dtype=FP32), given(3, dtype=FP32), 448.0) for _ in "ab"]
+    program = recorded({"update": Example(rt, raw.update_scales, (states, "max"))})
+    (entry,) = program.entries
+    (step,) = entry.steps
+    assert step.kind == file.TABLE and len(step.patches) == 6 == len(entry.slots) == entry.inputs
+    assert all(slot.written for slot in entry.slots) and json.loads(entry.call) == {"function": "update_scales"}
+    assert unpack(pack(program)) == program and "scale_update" in "\n".join(lines_of(program))
 
 
 def test_files_are_printed_and_compared(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +170,22 @@ def test_an_address_of_nobodys_is_refused(make: Make) -> None:
     ]
     with pytest.raises(UnsupportedError, match="which no call brings"):
         program_of(tape)
+
+
+def test_memory_of_several_streams_shares_nothing(make: Make) -> None:
+    """No step of a block's says when another stream is done."""
+    machine = make()
+    call = build(products, machine.runtime()).forward
+    tape = record(machine.runtime(), call.name, partial(products, spec=None), (call.args, {}), 256)
+    program = program_of(tape)
+    (entry,) = program.entries
+    used = {p.slot for step in entry.steps if step.way or step.kind == file.NOTICE for p in step.patches}
+    used |= {i for i, s in enumerate(entry.slots) if s.way}
+    placed = [(i, s.place, s.place + s.nbytes) for i, s in enumerate(entry.slots) if s.place != file.NOWHERE]
+    assert len(program.ways) == 2 and any(i in used for i, *_ in placed)
+    for i, begin, end in placed:
+        for k, first, last in placed:
+            assert i == k or i not in used or end <= first or last <= begin, (i, k)
 
 
 def test_strides_stand_in_a_program(make: Make) -> None:

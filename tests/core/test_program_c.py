@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 
 from te_core import dlpack
+from te_core.ops import raw
+from te_core.ops.quantize import ScalingState
+from te_core.program import Example, tape_of
 from te_core.runtime import ByteAllocator
 from te_core.tape.program_file import pack, unpack
 from tests.core.c_library import FOLDER, needs_cc
 from tests.core.fake_cuda import B200, Make
 from tests.core.program_proof import Proof, proved
-from tests.core.tape_cases import MLP, RECIPES, Linear
+from tests.core.tape_cases import FP32, MLP, RECIPES, Linear, Maker
 from tests.core.test_tape_beside import LAYERS, build, into_memory_of_the_call
 from tests.core.test_tape_cuda import GROUPS, KINDS, SHOWN, SMALL
 
@@ -89,6 +92,14 @@ def test_memory_of_any_allocator(make: Make, monkeypatch: pytest.MonkeyPatch) ->
     for case in (Linear("delayed"), MLP("current", shift=4, only=2)):
         proved(proof, case)
     proof.c.destroy()
+
+
+def test_a_kernel_that_takes_a_table(proof: Proof) -> None:
+    rt = proof.machine.runtime()
+    given = Maker(rt)
+    states = [ScalingState(given(3, dtype=FP32), given(16, 3, dtype=FP32), given(3, dtype=FP32), 448.0) for _ in "ab"]
+    proof.tape(tape_of("update", Example(rt, raw.update_scales, (states, "max"))))
+    assert proof.steps == 1
 
 
 @pytest.mark.parametrize("layer", SMALL)

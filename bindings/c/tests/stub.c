@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #define STUB __attribute__((visibility("default")))
 
@@ -116,20 +115,12 @@ static void gone(void *what) {
     free(what);
 }
 
-/* Memory of a host's that costs nothing; and nanoseconds a call of te_program_run. */
+/* Memory of a host's that costs nothing. */
 STUB void *stub_take(size_t bytes, size_t alignment, void *stream, void *user) {
     (void)bytes, (void)alignment, (void)stream;
     return user;
 }
 STUB void stub_drop(void *address, void *stream, void *user) { (void)address, (void)stream, (void)user; }
-STUB double stub_time(int (*play)(void *, const void *), void *program, const void *run, int calls) {
-    struct timespec begin, end;
-    (void)timespec_get(&begin, TIME_UTC);
-    for (int i = 0; i < calls; i++)
-        if (play(program, run)) return -1;
-    (void)timespec_get(&end, TIME_UTC);
-    return ((double)(end.tv_sec - begin.tv_sec) * 1e9 + (double)(end.tv_nsec - begin.tv_nsec)) / calls;
-}
 
 /* ------------------------------------------------------------------------------------------------------ the driver */
 
