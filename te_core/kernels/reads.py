@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 
 from te_core.kernels.compiler import source_path
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
-def only_read(name: str, entry: str, constants: Mapping[str, object], count: int) -> tuple[bool, ...]:
-    """Of each of the arguments. None of them, where the signature cannot be made out: to say that memory is written is
-    the careful answer.
+def only_read(name: str, entry: str, constants: Mapping[str, object], letters: str) -> tuple[bool, ...]:
+    """Of each of the arguments, whose kinds `letters` are (`te_core.kernels.loader.get`).
+
+    None of them, where the signature cannot be made out: to say that memory is written is the careful answer.
     """
-    found = _parameters(name, entry, tuple(sorted((key, str(value)) for key, value in constants.items())))
-    return tuple("const " in one for one in found) if len(found) == count else (False,) * count
+    found = _parameters(name, entry, constants)
+    if [letter == "p" for letter in letters] != ["*" in one for one in found]:
+        return (False,) * len(letters)
+    return tuple("const " in one for one in found)
 
 
-@lru_cache(maxsize=1024)
-def _parameters(name: str, entry: str, constants: tuple[tuple[str, str], ...]) -> list[str]:
+def _parameters(name: str, entry: str, constants: Mapping[str, object]) -> list[str]:
     text = _COMMENT.sub("", source_path(name).read_text())
     begin = re.search(rf"__global__[^;{{]*?\b{re.escape(entry)}\(", text)
     if begin is None:
@@ -33,7 +34,7 @@ def _parameters(name: str, entry: str, constants: tuple[tuple[str, str], ...]) -
     for line in text[begin.end() : end - 1].split("\n"):
         word = line.strip()
         if word.startswith("#if"):
-            kept.append(dict(constants).get(word[3:].strip(), "0") not in ("0", "False"))
+            kept.append(str(constants.get(word[3:].strip(), 0)) not in ("0", "False"))
         elif word.startswith("#else"):
             kept[-1] = not kept[-1]
         elif word.startswith("#endif"):

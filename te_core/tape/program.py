@@ -48,7 +48,8 @@ def add_entry(
     """The tape of a device as a named entry of a program. `results`: what the parts of its result are called."""
     for key, value in _facts(tape, index).items():
         program.facts.setdefault(key, value)
-    steps = [step for one in tape.steps for step in _Steps(program, tape).of(one, 0)]
+    made = _Steps(program, tape)
+    steps = [step for one in tape.steps for step in made.of(one, 0)]
     written = set().union(*[_written(program, one) for one in steps]) if steps else set()
     pieces = list(_pieces(tape, results))
     places, block = _places(tape)
@@ -197,6 +198,7 @@ class _Steps:
 
     def __init__(self, program: Program, tape: Tape) -> None:
         self.program, self.tape = program, tape
+        self._functions: dict[int, int] = {}  # by the kernel's handle
 
     def of(self, step: Any, way: int) -> list[file.Step]:
         """What it becomes: nothing, of what only reports read."""
@@ -224,9 +226,15 @@ class _Steps:
         refused(self.tape.what, _REFUSED.get(step.__class__.__name__, f"{step!r}"))
 
     def _function(self, kernel: Kernel) -> int:
+        found = self._functions.get(kernel._function)
+        if found is None:
+            found = self._functions[kernel._function] = self._added(kernel)
+        return found
+
+    def _added(self, kernel: Kernel) -> int:
         name, constants, _ = kernel.made_of
         letters = kernel.letters
-        reads = only_read(name, kernel.name, constants, len(letters))
+        reads = only_read(name, kernel.name, constants, letters)
         spelled = "".join(
             "r" if letter == "p" and read else letter for letter, read in zip(letters, reads, strict=True)
         )

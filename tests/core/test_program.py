@@ -27,7 +27,7 @@ from te_core.tape.program_file import lines_of, pack, sealed, unpack
 from te_core.tape.recorder import record
 from te_core.tape.tape import Tape
 from tests.core.fake_cuda import Machine, Make
-from tests.core.tape_cases import BF16, FP32, MLP, Linear, Maker
+from tests.core.tape_cases import BF16, FP32, MLP, STREAMS, Linear, Maker
 from tests.core.tape_more_cases import Attention
 from tests.core.tape_proof import Tapes, run
 from tests.core.test_tape_beside import build, products
@@ -202,9 +202,22 @@ def replace_strides(slot: file.Slot) -> file.Slot:
 
 
 def test_signatures_say_what_is_read() -> None:
-    assert only_read("gemm_alpha", "gemm_alpha", {}, 5)[:3] == (True, True, False)
-    without = only_read("norm_forward", "norm_forward", {"RESIDUAL": 0}, 15)
+    assert only_read("gemm_alpha", "gemm_alpha", {}, "pppff")[:3] == (True, True, False)
+    without = only_read("norm_forward", "norm_forward", {"RESIDUAL": 0}, "p" * 11 + "qiff")
     assert without[:4] == (True, True, True, False) and not any(without[4:8])
-    with_residual = only_read("norm_forward", "norm_forward", {"RESIDUAL": 1}, 22)
+    with_residual = only_read("norm_forward", "norm_forward", {"RESIDUAL": 1}, "p" * 11 + "qiff" + "ppppiif")
     assert len(with_residual) == 22 and with_residual[15:19] == (True, True, False, True)
-    assert only_read("gemm_alpha", "gemm_alpha", {}, 4) == (False,) * 4, "one that is not understood may write all"
+    for letters in ("ppff", "ppfpf"):
+        assert not any(only_read("gemm_alpha", "gemm_alpha", {}, letters)), "one that is not understood may write all"
+
+
+def test_all_signatures_are_understood(make: Make) -> None:
+    machine = make()
+    for recipe in (None, "delayed", "current", "block", "mxfp8", "nvfp4"):
+        for case in (Linear(recipe), MLP(recipe), Linear(recipe, normed="RMSNorm", stream=STREAMS["dropped branch"])):
+            run(machine, machine.runtime(), Tapes(), case, "never")
+    kernels = {(k.name, str(k.made_of[1])): k for k in machine.kernels() if k.letters != "b"}
+    assert len(kernels) > 20
+    for kernel in kernels.values():
+        name, constants, _ = kernel.made_of
+        assert any(only_read(name, kernel.name, constants, kernel.letters)), (name, constants)

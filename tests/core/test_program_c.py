@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,9 @@ from te_core import dlpack
 from te_core.ops import raw
 from te_core.ops.quantize import ScalingState
 from te_core.program import Example, tape_of
-from te_core.runtime import ByteAllocator
+from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape.program_file import pack, unpack
+from te_core.tensor import Tensor
 from tests.core.c_library import FOLDER, needs_cc
 from tests.core.fake_cuda import B200, Make
 from tests.core.program_proof import Proof, proved
@@ -80,6 +82,23 @@ def test_products_that_other_gpus_have(make: Make, monkeypatch: pytest.MonkeyPat
 def test_on_other_streams(proof: Proof, name: str) -> None:
     """The same launches on streams beside, the same waits; memory is given back once they are done with it."""
     proved(proof, partial(build, {**LAYERS, "into_memory_of_the_call": into_memory_of_the_call}[name]))
+    assert proof.tapes == 1
+
+
+def marks(rt: Runtime, x: Tensor, y: Tensor, *, spec: Any) -> Tensor:
+    """A layer whose scratch memory begins as zeros, on both streams."""
+    side = rt.side()
+    side.wait(rt)
+    for each in (rt, side):
+        at = each.workspace("marks", x.nbytes, zeroed=True)
+        raw.add(each, x, y, out=Tensor(at, x.shape, x.dtype, x.device, None))
+    rt.wait(side)
+    return raw.add(rt, x, y)  # type: ignore[no-any-return]
+
+
+def test_scratch_memory_that_begins_as_zeros(proof: Proof) -> None:
+    """Once where it is the runtime's; in a block with every call."""
+    proved(proof, partial(build, marks))
     assert proof.tapes == 1
 
 
