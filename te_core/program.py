@@ -66,14 +66,14 @@ def tape_of(name: str, example: Example) -> Tape:
     tensors: list[Tensor] = []
     exchanged([*arguments, *options.values()], lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
     alignment = [min(ALIGNED, t.ptr & -t.ptr or ALIGNED) for t in tensors]
-    what, function, reason = name, call, ""
-    if isinstance(call, Call):
-        taped = call.backward if backward else call.forward
-        what, reason, function = taped.name, taped.reason, partial(taped.function, spec=taped.spec)
+    given = arguments, dict(options)
     try:
-        if reason:
-            raise NotRecordedError(reason)
-        return recorder.record(rt, what, function, (arguments, dict(options)), alignment)
+        if not isinstance(call, Call):
+            return recorder.record(rt, name, call, given, alignment)
+        taped = call.backward if backward else call.forward
+        if taped.reason:
+            raise NotRecordedError(taped.reason)
+        return recorder.record(rt, taped.name, partial(taped.function, spec=taped.spec), given, alignment)
     except NotRecordedError as error:
         do = "play this call by te_core"
         raise UnsupportedError(f"te_core.record {name}", str(error), "calls that te_core replays", do) from error
