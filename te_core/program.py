@@ -90,7 +90,8 @@ def _add(program: Program, name: str, example: Example) -> None:
 def _said(example: Example) -> str:
     """The call, for who records it anew."""
     if not isinstance(example.call, Call):
-        return json.dumps({"function": getattr(example.call, "__name__", repr(example.call))})
+        function = example.call.func if isinstance(example.call, partial) else example.call
+        return json.dumps({"function": getattr(function, "__name__", type(function).__name__)})
     asked = example.call.asked
     said = {
         "layer": example.call.layer.name,

@@ -141,6 +141,8 @@ typedef struct {
 
 /* Put the work of an entry on the stream. */
 TE_API te_status te_program_run(te_program *program, const te_run *run);
+/* Give an output back that a call has allocated, once the work now on the stream is done; NULL: the runtime's. */
+TE_API te_status te_output_free(te_runtime *runtime, void *address, void *stream);
 /* Make what the calling thread's first call of an entry (-1: all) would make: before a capture of a CUDA graph. */
 TE_API te_status te_program_prepare(te_program *program, int32_t entry, void *stream);
 

@@ -277,6 +277,16 @@ void te_give(te_runtime *rt, void *address, void *stream) {
     (void)rt->doors.cuThreadExchangeStreamCaptureMode(&mode);
 }
 
+te_status te_output_free(te_runtime *rt, void *address, void *stream) {
+    bool entered;
+    if (rt == NULL) return te_fail(TE_ARGUMENT, "te_output_free", "a runtime", "pass one", "NULL");
+    if (address == NULL) return TE_OK;
+    if (te_enter(rt, &entered) != TE_OK) return te_error()->status;
+    te_give(rt, address, stream == NULL ? rt->options.stream : stream);
+    te_leave(rt, entered);
+    return TE_OK;
+}
+
 te_status te_scratch_of(te_runtime *rt, te_lane *lane, uint32_t name, size_t bytes, bool zeroed, void **address) {
     if (name >= lane->scratch_count) {
         te_scratch *more = realloc(lane->scratch, (name + 1) * sizeof *more);
