@@ -46,10 +46,10 @@ def add_entry(
     program: Program, name: str, tape: Tape, call: str = "{}", index: int = 0, results: Sequence[str] | None = None
 ) -> Entry:
     """The tape of a device as a named entry of a program. `results`: what the parts of its result are called."""
+    made = _Steps(program, tape)
+    steps = [step for one in tape.steps for step in made.of(one, 0)]  # first: they may be refused
     for key, value in _facts(tape, index).items():
         program.facts.setdefault(key, value)
-    made = _Steps(program, tape)
-    steps = [step for one in tape.steps for step in made.of(one, 0)]
     written = set().union(*[_written(program, one) for one in steps]) if steps else set()
     pieces = list(_pieces(tape, results))
     places, block = _places(tape)

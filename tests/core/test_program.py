@@ -30,7 +30,7 @@ from tests.core.fake_cuda import Machine, Make
 from tests.core.tape_cases import BF16, FP32, MLP, STREAMS, Linear, Maker
 from tests.core.tape_more_cases import Attention
 from tests.core.tape_proof import Tapes, run
-from tests.core.test_tape_beside import build, products
+from tests.core.test_tape_beside import build, products, there_and_back
 
 
 def tapes_of(machine: Machine, build: Any) -> list[Tape]:
@@ -154,6 +154,10 @@ def test_what_no_program_holds_is_refused(make: Make) -> None:
     cpu = Runtime.cpu()
     with pytest.raises(UnsupportedError, match="calls on cpu"):
         recorded({"forward": known._replace(rt=cpu)})
+    x = cpu.zeros((8, 8), FP32)
+    tape = record(cpu, "add", partial(there_and_back, spec=None), ((x, x), {}), 64)
+    with pytest.raises(UnsupportedError, match="a call of the CPU backend"):
+        program_of(tape)
     with pytest.raises(UnsupportedError, match="no calls"):
         recorded({})
     aside = known._replace(arguments=(*known.arguments[:3], object()))

@@ -56,12 +56,12 @@ te_status te_runtime_create(const te_runtime_options *options, te_runtime **runt
     const char *op = "te_runtime_create", *do_ = "begin with te_runtime_options o = TE_RUNTIME_OPTIONS";
     if (options == NULL || runtime == NULL) return te_fail(TE_ARGUMENT, op, "options and a place", do_, "NULL");
     *runtime = NULL;
-    if (options->size < offsetof(te_runtime_options, libcuda) || options->size > 4096)
+    if (options->size < sizeof *options || options->size > 4096) /* of a later header: what is added is not known here */
         return te_fail(TE_ARGUMENT, op, "the size of te_runtime_options", do_, "size %zu", options->size);
     te_runtime *rt = calloc(1, sizeof *rt);
     if (rt == NULL) return no_memory(op, sizeof *rt);
     (void)pthread_mutex_init(&rt->lock, NULL);
-    memcpy(&rt->options, options, options->size < sizeof rt->options ? options->size : sizeof rt->options);
+    rt->options = *options;
     rt->serial = atomic_fetch_add(&serials, 1);
     te_status status = TE_OK;
     if (rt->options.device_type != kDLCUDA)
