@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int32, c_size_t, c_uint64, c_void_p
@@ -13,13 +12,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import pytest
-
 from te_core.tape.program_file import Slot
-from tests.backends import HARDWARE
 
 FOLDER = Path(__file__).resolve().parents[2] / "bindings" / "c"
-needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason=f"{HARDWARE}no C compiler")
 
 _ALLOC = ctypes.CFUNCTYPE(c_void_p, c_size_t, c_size_t, c_void_p, c_void_p)
 _FREE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,14 +22,15 @@ from te_core.program import Example, tape_of
 from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape.program_file import pack, unpack
 from te_core.tensor import Tensor
-from tests.core.c_library import FOLDER, needs_cc
+from tests.backends import HARDWARE
+from tests.core.c_library import FOLDER
 from tests.core.fake_cuda import B200, Make
 from tests.core.program_proof import Proof, proved
 from tests.core.tape_cases import FP32, MLP, RECIPES, Linear, Maker
 from tests.core.test_tape_beside import LAYERS, build, into_memory_of_the_call
 from tests.core.test_tape_cuda import GROUPS, KINDS, SHOWN, SMALL
 
-pytestmark = needs_cc
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason=f"{HARDWARE}no C compiler")
 
 
 @pytest.fixture
@@ -170,6 +172,27 @@ def test_the_file_of_the_tests_in_c_is_of_this_format() -> None:
     """Else: python -m tests.core.stub_program bindings/c/tests/linear.te."""
     content = (FOLDER / "tests" / "linear.te").read_bytes()
     assert pack(unpack(content)) == content
+
+
+def test_a_program_is_built_against_what_is_installed(tmp_path: Path) -> None:
+    made(tmp_path / "build", "install", PREFIX=str(tmp_path / "usr"), CFLAGS="-O1")
+    found = {path.relative_to(tmp_path / "usr").as_posix() for path in (tmp_path / "usr").rglob("*.*")}
+    assert found == {
+        "include/te_core.h",
+        "include/te_core.hpp",
+        "lib/cmake/te_core/te_core-config.cmake",
+        "lib/libte_core.a",
+        "lib/libte_core.so",
+        "lib/libte_core.so.1",
+        "lib/pkgconfig/te_core.pc",
+    }
+    flags = (tmp_path / "usr" / "lib" / "pkgconfig" / "te_core.pc").read_text()
+    words = [word for line in flags.splitlines() if line.startswith(("Cflags", "Libs")) for word in line.split()[1:]]
+    source, program = str(FOLDER / "examples" / "play.c"), str(tmp_path / "play")
+    subprocess.run(["cc", source, "-o", program, *words, "-ldl"], check=True)
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "usr" / "lib")}
+    done = subprocess.run([program], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (1, "play: play FILE [ENTRY [INPUTS [OUTPUTS]]]\n")
 
 
 def test_an_example_plays_a_file(tmp_path: Path) -> None:
