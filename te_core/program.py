@@ -30,13 +30,17 @@ __all__ = ["Example", "Program", "main", "read", "record", "recorded", "tape_of"
 
 
 class Example(NamedTuple):
-    """A call to be recorded, with arguments like those that it will have: their shapes, dtypes, strides, alignment."""
+    """A call to be recorded, with arguments like those that it will have: their shapes, dtypes, strides, alignment.
+
+    `alignment`: addresses will be multiples of this, and of no more, where those of the example are.
+    """
 
     rt: Runtime
     call: Call | Callable[..., Any]  # te_core.calls.call(...), or an operation of te_core.ops.raw
     arguments: tuple[Any, ...]  # as the core's function takes them
     options: Mapping[str, Any] = {}
     backward: bool = False
+    alignment: int = ALIGNED
 
 
 def record(calls: Mapping[str, Example], path: str | Path) -> None:
@@ -62,10 +66,13 @@ def recorded(calls: Mapping[str, Example]) -> Program:
 
 def tape_of(name: str, example: Example) -> Tape:
     """The tape of a call that an entry of this name is to do."""
-    rt, call, arguments, options, backward = example
+    rt, call, arguments, options, backward, promised = example
     tensors: list[Tensor] = []
     exchanged([*arguments, *options.values()], lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
-    alignment = [min(ALIGNED, t.ptr & -t.ptr or ALIGNED) for t in tensors]
+    if promised not in _ALIGNMENTS:
+        do = "correct it; 256 is what most allocators give"
+        raise ArgumentError(f"te_core.record {name}", f"alignment={promised!r}", "1, 2, 4 ... 256", do)
+    alignment = [min(promised, t.ptr & -t.ptr or ALIGNED) for t in tensors]
     given = arguments, dict(options)
     try:
         if not isinstance(call, Call):
@@ -104,6 +111,7 @@ def _said(example: Example) -> str:
     return json.dumps(said, sort_keys=True)
 
 
+_ALIGNMENTS = frozenset(1 << bit for bit in range(ALIGNED.bit_length()))
 _PLAIN = (bool, int, float, str, type(None))
 
 

@@ -108,6 +108,17 @@ def test_an_operation_is_an_entry(make: Make) -> None:
     assert unpack(pack(program)) == program and "scale_update" in "\n".join(lines_of(program))
 
 
+def test_a_host_of_less_alignment(make: Make) -> None:
+    """Kernels are then those for such addresses."""
+    known = examples(make())["forward"]
+    (entry,) = recorded({"forward": known._replace(alignment=16)}).entries
+    assert {s.alignment for s in entry.slots[: entry.inputs]} == {16} and entry.slots[-1].alignment == 256
+    (entry,) = recorded({"forward": known}).entries
+    assert {s.alignment for s in entry.slots[: entry.inputs]} == {256}
+    with pytest.raises(ArgumentError, match="alignment=24"):
+        recorded({"forward": known._replace(alignment=24)})
+
+
 def test_files_are_printed_and_compared(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = make()
     te_core.record(examples(machine), tmp_path / "one.te")

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from te_core.program import Example, tape_of
 from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape.program_file import pack, unpack
 from te_core.tensor import Tensor
-from tests.backends import HARDWARE
+from tests.backends import HARDWARE, requires_cuda
 from tests.core.c_library import FOLDER
 from tests.core.fake_cuda import B200, Make
 from tests.core.program_proof import Proof, proved
@@ -172,6 +173,19 @@ def test_the_file_of_the_tests_in_c_is_of_this_format() -> None:
     """Else: python -m tests.core.stub_program bindings/c/tests/linear.te."""
     content = (FOLDER / "tests" / "linear.te").read_bytes()
     assert pack(unpack(content)) == content
+
+
+@requires_cuda
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """bindings/c/tests/on_gpu.py in small; by itself it needs no compiler, and has larger sizes."""
+    built = tmp_path / "build"
+    made(built, "all", *(str(built / f"lib{name}.so") for name in ("timer", "stub")), CFLAGS="-O2")
+    command = [sys.executable, str(FOLDER / "tests" / "on_gpu.py"), "--build", str(built)]
+    sizes = ["--sizes", "128", "256", "512"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "o.json"), *sizes], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 def test_a_program_is_built_against_what_is_installed(tmp_path: Path) -> None:

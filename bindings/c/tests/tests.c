@@ -152,6 +152,11 @@ static void test_runtimes_that_cannot_be(void) {
     o.size = 3;
     EXPECT(te_runtime_create(&o, &rt) == TE_ARGUMENT);
     EXPECT_SAID(TE_ARGUMENT, "size 3");
+    o.size = sizeof o - 4; /* half a pointer */
+    EXPECT(te_runtime_create(&o, &rt) == TE_ARGUMENT);
+    o.size = sizeof o + 8; /* of a later header */
+    EXPECT(te_runtime_create(&o, &rt) == TE_OK);
+    te_runtime_destroy(rt);
     o.size = sizeof o;
     o.device_id = 1;
     EXPECT(te_runtime_create(&o, &rt) == TE_ARGUMENT);
@@ -240,7 +245,7 @@ static void test_streams_beside(void) {
         EXPECT(status == (n && n < 4 ? TE_LIBRARY : TE_OK) && (status == TE_OK || te_error()->step >= 0));
         if (status == TE_OK) give_outputs(p, &c);
         EXPECT(lines_with("record") == lines_with("wait") && lines_with("alloc") == lines_with("free"));
-        if (n > 1 && n < 4) EXPECT(strstr(stub_log(), "wait stream 0x5") != NULL);
+        if (n > 1 && n < 4) EXPECT(strstr(stub_log(), "wait stream 0x5\n") != NULL);
         stub_fail(NULL, 0, 0);
         stub_clear();
         EXPECT(played(p, &zeroed) == TE_OK && lines_with("fill") == (n ? 0 : 2));
