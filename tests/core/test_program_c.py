@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -16,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from te_core import dlpack
+from te_core import dlpack, libraries
 from te_core.ops import raw
 from te_core.ops.quantize import ScalingState
 from te_core.program import Example, tape_of
 from te_core.runtime import ByteAllocator, Runtime
+from te_core.tape import taped
 from te_core.tape.program_file import pack, unpack
 from te_core.tensor import Tensor
 from tests.backends import HARDWARE, requires_cuda
@@ -186,6 +189,32 @@ def test_on_a_gpu(tmp_path: Path) -> None:
         [*command, "--out", str(tmp_path / "o.json"), *sizes], capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_the_check_for_gpus_runs(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On fakes, which compute nothing: every copy to the host is the same. So it is ready where a GPU is."""
+    machine, folder = make(), tmp_path / "build"
+    made(folder, "all", *(str(folder / f"lib{name}.so") for name in ("timer", "stub")), CFLAGS="-O1")
+    library = str(folder / "libstub.so")
+    monkeypatch.setenv("TE_LIBCUDA", library)
+    monkeypatch.setenv("TE_C_BUILD", str(folder))
+    monkeypatch.setattr(libraries, "file", lambda name: library)
+    monkeypatch.setattr(
+        machine.lib, "_cuMemcpyDtoHAsync_v2", lambda host, at, n, stream: ctypes.memset(host, 0x5A, n) * 0
+    )
+    spec = importlib.util.spec_from_file_location("on_gpu", FOLDER / "tests" / "on_gpu.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "BATCHES", 1)
+    monkeypatch.setattr(script.Case, "captured", lambda case: case.played(block=True))
+    taped.set_when("first")
+    sizes = ["--sizes", "64", "128", "256"]
+    assert script.main(["--build", str(folder), "--out", str(tmp_path / "o.json"), *sizes]) == 0
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert len(found["entries"]) == 14 and found["equal"]
+    for entry in found["entries"].values():
+        assert entry["play, without Python"] == entry["c, a block"] == "equal" and entry["c_pool_us"] > 0
 
 
 def test_a_program_is_built_against_what_is_installed(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,7 @@ class Case:
         """What the player leaves by a CUDA graph, in which it put its work."""
         from tests.core.c_library import check, library
 
-        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = ctypes.CDLL(libcuda())
         stream, graph, ready = ctypes.c_void_p(self.gpu.stream), ctypes.c_void_p(), ctypes.c_void_p()
         check(library().te_program_prepare(self.program.handle, self.number, self.gpu.stream))
         with self.gpu.driver.on(0):
@@ -244,6 +244,11 @@ class Case:
             assert done.returncode == 0, done.stderr
             self.said = done.stdout.splitlines()[-1]
             return {p.name: p.read_bytes() for p in Path(taken).iterdir()}
+
+
+def libcuda() -> str:
+    """The driver that the player is to open."""
+    return os.environ.get("TE_LIBCUDA", "libcuda.so.1")
 
 
 def must(status: int) -> None:
@@ -316,7 +321,7 @@ def judged(case: Case, play: Path, path: Path, env: dict[str, str]) -> dict[str,
     return found | times(case)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """0 where everything is equal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -324,13 +329,13 @@ def main() -> int:
     )
     parser.add_argument("--out", default="on_gpu.json")
     parser.add_argument("--sizes", type=int, nargs=3, default=(2048, 1024, 4096), help="tokens, hidden, inner")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     os.environ["TE_C_BUILD"] = asked.build
     from tests.core.c_library import CRuntime
 
     gpu = Gpu()
     lt = cublaslt.bindings()
-    paths = {"libcuda": "libcuda.so.1", "libcublaslt": libraries.file("cublasLt")}
+    paths = {"libcuda": libcuda(), "libcublaslt": libraries.file("cublasLt")}
     known = examples(gpu, *asked.sizes)
     report: dict[str, Any] = {
         "device": device.info(0).name,
