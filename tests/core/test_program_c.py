@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,17 @@ def test_the_abi_is_as_recorded(tmp_path: Path) -> None:
     assert f"sizeof DLTensor = {ctypes.sizeof(dlpack._DLTensor)}" in found
     for name, _ in dlpack._DLTensor._fields_[:1] + dlpack._DLTensor._fields_[-3:]:
         assert f"DLTensor.{name} at {getattr(dlpack._DLTensor, name).offset}\n" in found
+
+
+def test_tensors_are_those_of_dlpack(tmp_path: Path) -> None:
+    """The header leaves DLPack's structures to dlpack.h where that was included before; its own are laid out alike."""
+    torch = find_spec("torch")
+    assert torch is not None and torch.submodule_search_locations
+    header = Path(torch.submodule_search_locations[0]) / "include" / "ATen" / "dlpack.h"
+    source, program = str(FOLDER / "tests" / "abi.c"), str(tmp_path / "abi")
+    subprocess.run(["cc", "-I", str(FOLDER / "include"), "-include", str(header), source, "-o", program], check=True)
+    found = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    assert found.splitlines() == (FOLDER / "abi.txt").read_text().splitlines()[: len(found.splitlines())]
 
 
 @pytest.mark.more

@@ -339,6 +339,8 @@ static void finish(const te_play *play, te_status status) {
     }
     for (uint32_t i = f->inputs; i < f->slot_count; i++) {
         if (!play->own->ours[i]) continue;
+        if (play->slots[i].way) /* the call's stream, which waits for all others by now, may still use it */
+            (void)te_order(play->program->runtime, play->local, play->streams[0], play->streams[play->slots[i].way]);
         te_give(play->program->runtime, (void *)(uintptr_t)play->own->at[i], play->streams[play->slots[i].way]);
         play->own->ours[i] = 0;
     }

@@ -245,6 +245,7 @@ static void test_streams_beside(void) {
         EXPECT(status == (n && n < 4 ? TE_LIBRARY : TE_OK) && (status == TE_OK || te_error()->step >= 0));
         if (status == TE_OK) give_outputs(p, &c);
         EXPECT(lines_with("record") == lines_with("wait") && lines_with("alloc") == lines_with("free"));
+        if (n == 3) EXPECT(strstr(strstr(stub_log(), "wait stream 0x5\n"), "record stream 0x5\n") != NULL);
         if (n > 1 && n < 4) EXPECT(strstr(stub_log(), "wait stream 0x5\n") != NULL);
         stub_fail(NULL, 0, 0);
         stub_clear();
