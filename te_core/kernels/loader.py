@@ -48,10 +48,11 @@ class Arguments:
 class Kernel:
     """A compiled function on one device."""
 
-    __slots__ = ("_args", "_driver", "_function", "_launch", "_pack", "_shared", "name")
+    __slots__ = ("_args", "_driver", "_function", "_launch", "_pack", "_shared", "made_of", "name")
 
-    def __init__(self, name: str, function: int, args: str, driver: Any) -> None:
+    def __init__(self, name: str, function: int, args: str, driver: Any, made_of: tuple[Any, ...] = ()) -> None:
         self.name = name
+        self.made_of = made_of  # the file's name, constants and architecture that it was compiled with
         self._function = function
         self._args = args
         self._driver = driver
@@ -116,6 +117,22 @@ class Kernel:
             self._raise_shared(shared)
         self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, ctypes.addressof(pointer), 0)
 
+    @property
+    def letters(self) -> str:
+        """One for each argument: see `get`."""
+        return self._args
+
+    def packed(self, args: Sequence[Any]) -> bytes:
+        """Arguments as a launch takes them, eight bytes each."""
+        block = bytearray(8 * len(args))
+        self._pack(block, 0, *args)
+        return bytes(block)
+
+    def image(self) -> bytes:
+        """The module that it is a function of."""
+        name, constants, arch = self.made_of
+        return cached(name, constants, arch)
+
     def attribute(self, number: int) -> int:
         """A CUfunction_attribute of the kernel: 4 is registers a thread, 3 local bytes (spills), 1 shared bytes."""
         return int(self._driver.funcGetAttribute(number, self._function))
@@ -165,12 +182,12 @@ class Launch:
 class TableLaunch:
     """A recorded launch of a kernel that takes a struct by value; `patches` name its bytes."""
 
-    __slots__ = ("kernel", "patches", "sizes", "table")
+    __slots__ = ("kernel", "patches", "places", "sizes", "table")
 
     def __init__(
         self, kernel: Kernel, sizes: tuple[int, int, int], table: bytes, places: Sequence[int], bases: Sequence[int]
     ) -> None:
-        self.kernel, self.sizes, self.table = kernel, sizes, table
+        self.kernel, self.sizes, self.table, self.places = kernel, sizes, table, tuple(places)
         found = patches([_ADDRESS.unpack_from(table, place)[0] for place in places], bases)
         self.patches = tuple(patch._replace(number=places[patch.number]) for patch in found)
 
@@ -244,7 +261,7 @@ def _load(rt: Runtime, name: str, entry: str, args: str, constants: dict[str, Co
                 f'an extern "C" function of {name}.cu',
                 "correct the entry's name",
             ) from error
-    return Kernel(entry, function, args, backend)
+    return Kernel(entry, function, args, backend, (name, constants, arch))
 
 
 def _cupy_driver() -> Any:

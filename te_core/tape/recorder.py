@@ -76,7 +76,8 @@ class Recorder:
         """A symbolic tensor in the place of one that the caller brings."""
         each = self.alignment
         alignment = each if isinstance(each, int) else each[len(self.bases)]
-        number = self._slot("input", name, (given.shape, given.dtype, given.nbytes), alignment)
+        like = given.shape, given.dtype, given.nbytes
+        number = self._slot("input", name, like, alignment, strides=given.strides)
         owner = Owner(number, self)
         return Tensor(self.bases[number], given.shape, given.dtype, given.device, owner, given.strides)
 

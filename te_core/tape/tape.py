@@ -44,6 +44,7 @@ class Slot(NamedTuple):
     base: int  # its symbolic address
     zeroed: bool = False  # scratch memory that begins as zeros
     way: Way = ()  # the stream that it is memory of
+    strides: tuple[int, ...] | None = None  # of an input; None: it is dense
 
 
 class Take:

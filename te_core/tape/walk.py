@@ -224,6 +224,10 @@ def names_of(value: Any, name: str = "") -> Iterator[str]:
         parts = {part: getattr(value, part) for part in pieces_of(value)}
     elif kind is Sink:
         parts = {"main": value.main}
+    elif kind is ScalingState:
+        parts = {"scale": value.scale, "history": value.history, "used": value.used}
+    elif kind is Cast:
+        parts = {part: getattr(value, part) for part in _OF_CAST}
     elif isinstance(value, (tuple, list)):
         parts = (
             value._asdict() if hasattr(value, "_asdict") else dict(zip(map(str, range(len(value))), value, strict=True))

@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_core import device, dtypes
 from te_core.backends.cuda import cublaslt as lt_
@@ -198,6 +198,40 @@ def alpha_on_device(spec: GemmSpec) -> bool:
     return spec.a_format is not None and spec.a_format.scaling == "nvfp4"
 
 
+class Description(NamedTuple):
+    """What the descriptors of a plan are made of."""
+
+    compute: int
+    scale: int
+    layouts: tuple[tuple[int, int, int, int], ...]  # dtype, rows, columns, ld; of b, a and out of the spec
+    attributes: tuple[tuple[int, int, int], ...]  # attribute, value, bytes
+    pointers: tuple[int, ...]  # the attributes that a run sets
+
+
+def described(spec: GemmSpec, route: LtRoute) -> Description:
+    """For the library, which is column-major: the other operand comes first."""
+    types = lt_.DATA_TYPES
+    compute = lt_.COMPUTE_32F_FAST_TF32 if spec.tf32 and spec.a is dtypes.float32 else lt_.COMPUTE_32F
+    m, n, k = spec.n, spec.m, spec.k  # cuBLASLt's
+    first = (k, m) if spec.trans_b else (m, k)
+    second = (n, k) if spec.trans_a else (k, n)
+    layouts = (types[spec.b], *first, first[0]), (types[spec.a], *second, second[0]), (types[route.out], m, n, m)
+    found = [(lt_.TRANSA, int(spec.trans_b), 4), (lt_.TRANSB, int(spec.trans_a), 4), (lt_.EPILOGUE, route.epilogue, 4)]
+    if spec.a_format is not None and spec.b_format is not None:
+        for attribute, form in ((lt_.A_SCALE_MODE, spec.b_format), (lt_.B_SCALE_MODE, spec.a_format)):
+            found.append((attribute, lt_.SCALE_MODES[form.scaling, form.tiled], 4))
+    elif spec.a.is_fp8:
+        found.append((lt_.FAST_ACCUM, int(not spec.split_accumulator), 1))
+    if alpha_on_device(spec):
+        found.append((lt_.POINTER_MODE, lt_.POINTERS_ON_DEVICE, 4))
+    if route.bias is not None:
+        found.append((lt_.BIAS_DATA_TYPE, types[route.bias], 4))
+    pointers = tuple(attribute for attribute, _ in route.attributes)
+    if lt_.AUX_POINTER in pointers:
+        found.append((lt_.AUX_LD, m, 8))
+    return Description(compute, lt_.R_32F, layouts, tuple(found), pointers)
+
+
 class Prepared:
     """A plan's descriptors in one executor: the addresses a run sets are written into them."""
 
@@ -223,30 +257,13 @@ class Prepared:
         lt = cache.lt
         self.cache, self.matmul, self._set = cache, lt.matmul, lt.matmul_desc_set_attribute
         self.desc = self.a_layout = self.b_layout = self.out_layout = 0
-        types = lt_.DATA_TYPES
-        compute = lt_.COMPUTE_32F_FAST_TF32 if spec.tf32 and spec.a is dtypes.float32 else lt_.COMPUTE_32F
-        self.desc = lt.matmul_desc_create(compute, lt_.R_32F)
-        m, n, k = spec.n, spec.m, spec.k  # cuBLASLt's
-        rows, cols = (k, m) if spec.trans_b else (m, k)
-        self.a_layout = lt.matrix_layout_create(types[spec.b], rows, cols, rows)
-        rows, cols = (n, k) if spec.trans_a else (k, n)
-        self.b_layout = lt.matrix_layout_create(types[spec.a], rows, cols, rows)
-        self.out_layout = lt.matrix_layout_create(types[route.out], m, n, m)
-        lt_.set_value(lt, self.desc, lt_.TRANSA, int(spec.trans_b))
-        lt_.set_value(lt, self.desc, lt_.TRANSB, int(spec.trans_a))
-        lt_.set_value(lt, self.desc, lt_.EPILOGUE, route.epilogue)
-        if spec.a_format is not None and spec.b_format is not None:
-            for attribute, form in ((lt_.A_SCALE_MODE, spec.b_format), (lt_.B_SCALE_MODE, spec.a_format)):
-                lt_.set_value(lt, self.desc, attribute, lt_.SCALE_MODES[form.scaling, form.tiled])
-        elif spec.a.is_fp8:
-            lt_.set_value(lt, self.desc, lt_.FAST_ACCUM, int(not spec.split_accumulator), 1)
-        if alpha_on_device(spec):
-            lt_.set_value(lt, self.desc, lt_.POINTER_MODE, lt_.POINTERS_ON_DEVICE)
-        if route.bias is not None:
-            lt_.set_value(lt, self.desc, lt_.BIAS_DATA_TYPE, types[route.bias])
-        self.attributes = tuple(attribute for attribute, _ in route.attributes)
-        if lt_.AUX_POINTER in self.attributes:
-            lt_.set_value(lt, self.desc, lt_.AUX_LD, m, 8)
+        what = described(spec, route)
+        self.desc = lt.matmul_desc_create(what.compute, what.scale)
+        for name, layout in zip(("a_layout", "b_layout", "out_layout"), what.layouts, strict=True):
+            setattr(self, name, lt.matrix_layout_create(*layout))
+        for attribute, value, nbytes in what.attributes:
+            lt_.set_value(lt, self.desc, attribute, value, nbytes)
+        self.attributes = what.pointers
         self.alpha = _ONE
         self.beta = _ONE if route.accumulate else _ZERO
         self.values = (ctypes.c_uint64 * max(1, len(self.attributes)))()

@@ -1,0 +1,296 @@
+"""A tape as a program: what `Tape.replay` does, in words of eight bytes that a player without Python reads.
+
+A launch, a product and a fill take what the tape's step takes, with zeros in the places of addresses. What a program
+cannot hold is refused: attention by cuDNN, collectives, functions of a user's, and the CPU backend's calls.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from te_core import device, libraries
+from te_core.backends.cuda import cublaslt as lt_
+from te_core.backends.cuda import gemm_run
+from te_core.backends.cuda.gemm_run import LtPlan, Multiplied
+from te_core.backends.cuda.memory import Fill
+from te_core.errors import UnsupportedError
+from te_core.kernels.loader import Kernel, Launch, TableLaunch
+from te_core.kernels.reads import only_read
+from te_core.symbols import Patch, Way, is_symbol, slot_of
+from te_core.tape import program_file as file
+from te_core.tape.beside import Beside, Noticed, Waited
+from te_core.tape.layout import Lives, lives_of, side_by_side
+from te_core.tape.program_file import Entry, Piece, Program
+from te_core.tape.tape import Drop, Slot, Take, Tape
+from te_core.tape.walk import exchanged, names_of
+from te_core.tensor import CPU, Tensor
+
+_NO_LIMIT = 1 << 62
+#: Attributes of a product's descriptor whose memory it writes, by the epilogue that does.
+_WRITES = {lt_.GELU_AUX: lt_.AUX_POINTER, lt_.GELU_AUX_BIAS: lt_.AUX_POINTER, lt_.BGRADB: lt_.BIAS_POINTER}
+_REFUSED = {"Attended": "attention by cuDNN", "Called": "a call of the CPU backend", "Collective": "a collective"}
+
+
+def refused(what: str, came: str) -> NoReturn:
+    """Say that a program cannot hold something."""
+    allowed = "launches, matrix products, fills, and waits of streams, on a GPU"
+    raise UnsupportedError(
+        f"program of {what}", came, allowed, "play this call by te_core, and the others by a program"
+    )
+
+
+def add_entry(
+    program: Program, name: str, tape: Tape, call: str = "{}", index: int = 0, results: Sequence[str] | None = None
+) -> Entry:
+    """The tape of a device as a named entry of a program. `results`: what the parts of its result are called."""
+    made = _Steps(program, tape)
+    steps = [step for one in tape.steps for step in made.of(one, 0)]  # first: they may be refused
+    for key, value in _facts(tape, index).items():
+        program.facts.setdefault(key, value)
+    written = set().union(*[_written(program, one) for one in steps]) if steps else set()
+    pieces = list(_pieces(tape, results))
+    places, block = _places(tape)
+    alignment = {one.slot: one.mask + 1 for one in tape.steps if isinstance(one, Take)}
+    slots = []
+    for i, s in enumerate(tape.slots):
+        role = _role(i, s, tape, pieces)
+        promised = alignment.get(i) or (s.base & ((1 << 12) - 1)) or 256
+        way = _way(program, s.way)
+        more = i in written, s.zeroed, way, places.get(i, file.NOWHERE)
+        strides = s.strides and tuple(s.strides)
+        called = s.name or next((p.name for p in pieces if p.slot == i), "")
+        slots.append(
+            file.Slot(called, role, s.dtype.dlpack_code, s.dtype.bits, s.shape, strides, s.nbytes, promised, *more)
+        )
+    entry = Entry(name, tape.what, call, slots, steps, pieces, tape.inputs, block, tape.peak)
+    program.entries.append(entry)
+    return entry
+
+
+def program_of(tape: Tape, name: str = "call", call: str = "{}") -> Program:
+    """A program with this one entry."""
+    program = Program()
+    add_entry(program, name, tape, call)
+    return program
+
+
+def _facts(tape: Tape, index: int) -> dict[str, str]:
+    """Versions of what the steps were decided for."""
+    info = device.info(index)
+    found = {
+        "te_core": sys.modules["te_core"].__version__,
+        "device": info.name,
+        "architecture": "{}.{}".format(*info.capability),
+        "driver": "{}.{}".format(*libraries.driver_version()),
+    }
+    if any(isinstance(getattr(step, "step", step), Multiplied) for step in tape.steps):
+        found["cublasLt"] = str(lt_.bindings().get_version())
+    return found
+
+
+def _way(program: Program, way: Way) -> int:
+    """The number of a stream."""
+    number = 0
+    for name in way:
+        number = program.number("ways", (name, number))
+    return number
+
+
+# --------------------------------------------------------------------------------------------------------- slots
+
+
+def _role(number: int, slot: Slot, tape: Tape, pieces: Sequence[Piece]) -> int:
+    if slot.kind == "input":
+        return file.STATE if slot.name.startswith("scales.") else file.INPUT
+    if slot.kind == "scratch":
+        return file.SCRATCH
+    if slot.kind != "memory":
+        refused(tape.what, f"a {slot.kind} of a collective")
+    if number not in tape.kept:
+        return file.TEMPORARY
+    saved = all(p.name.startswith("saved") for p in pieces if p.slot == number)
+    return file.SAVED if saved else file.OUTPUT
+
+
+class _Whole:
+    """Stands for a quantized tensor of the caller's, in which a layer may leave scales in the order of products."""
+
+
+class _Wholes(list[Any]):
+    """Those of a call, as many as are asked for."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, _Whole] = {}
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.known.setdefault(number, _Whole())
+
+
+def _pieces(tape: Tape, results: Sequence[str] | None) -> Iterator[Piece]:
+    """The tensors of the result, by name, where they lie: the result is made over symbolic memory."""
+    at = [slot.base for slot in tape.slots]
+    held: list[Any] = [Tensor(s.base, s.shape, s.dtype, CPU, None, s.strides) for s in tape.slots[: tape.inputs]]
+    held += [None] * (len(at) - len(held))
+    wholes = _Wholes()
+    made = tape.result(at, [*held, wholes])
+    forward = tape.what.endswith("forward") and made.__class__ is tuple and len(made) == 2
+    named = {"output": made[0], "saved": made[1]} if forward else {"output": made}
+    if results is not None and made.__class__ is tuple:
+        named = {results[i] if i < len(results) else f"output.{i}": part for i, part in enumerate(made)}
+    named |= {f"added {number}": vars(whole) for number, whole in wholes.known.items()}
+    for name, t in zip(names_of(named), _tensors(named), strict=True):
+        slot = slot_of(t.ptr) if is_symbol(t.ptr) else next(i for i, base in enumerate(at) if base == t.ptr)
+        strides = None if t.strides is None else tuple(t.strides)
+        yield Piece(name, slot, t.ptr - at[slot], t.dtype.dlpack_code, t.dtype.bits, tuple(t.shape), strides)
+
+
+def _tensors(value: dict[str, Any]) -> Iterator[Tensor]:
+    """In the order of `names_of`."""
+    found: list[Tensor] = []
+    for part in value.values():
+        parts = list(part.values()) if isinstance(part, dict) else [part]
+        exchanged(parts, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
+    yield from found
+
+
+def _places(tape: Tape) -> tuple[dict[int, int], int]:
+    """(where memory that is no result's lies in one block, the block's bytes).
+
+    What begins as zeros is filled first, and what several streams use shares nothing: no step says when they are done.
+    """
+    steps = [step for step in tape.steps if not isinstance(step, (Take, Drop))]
+    beside = {p.slot for step in steps if isinstance(step, (Beside, Noticed)) for p in step.patches}
+    _, uses = lives_of(tape.slots, steps, ())
+    lives: Lives = {}
+    for i, (first, last) in uses.items():
+        slot = tape.slots[i]
+        if slot.kind in ("memory", "scratch") and i not in tape.kept:
+            apart = i in beside or bool(slot.way)
+            lives[i] = (0 if slot.zeroed or apart else first), (len(steps) if apart else last)
+    return side_by_side(lives, {i: tape.slots[i].nbytes for i in lives}, _NO_LIMIT)
+
+
+def _written(program: Program, step: file.Step) -> set[int]:
+    """The slots that a step writes, as far as signatures say."""
+    if step.kind == file.FILL:
+        return {p.slot for p in step.patches}
+    if step.kind == file.TABLE:
+        return {p.slot for p in step.patches}  # which of a table's addresses are read, no signature says
+    if step.kind == file.LAUNCH:
+        letters = program.functions[step.target].letters  # "p" of memory that is written, "r" of such as is read
+        return {p.slot for p in step.patches if letters[p.number - file.SIZES] == "p"}
+    if step.kind == file.PRODUCT:
+        product = program.products[step.target]
+        epilogue = dict((number, value) for number, value, _ in product.attributes)[lt_.EPILOGUE]
+        numbers = {0, 3} | {5 + i for i, (n, _) in enumerate(product.pointers) if n == _WRITES.get(epilogue)}
+        return {p.slot for p in step.patches if p.number in numbers}
+    return set()
+
+
+# --------------------------------------------------------------------------------------------------------- steps
+
+
+class _Steps:
+    """Steps of a tape as those of a program."""
+
+    def __init__(self, program: Program, tape: Tape) -> None:
+        self.program, self.tape = program, tape
+        self._functions: dict[int, int] = {}  # by the kernel's handle
+
+    def of(self, step: Any, way: int) -> list[file.Step]:
+        """What it becomes: nothing, of what only reports read."""
+        if isinstance(step, Launch):
+            return [self._launch(step, way)]
+        if isinstance(step, TableLaunch):
+            return [self._table(step, way)]
+        if isinstance(step, Multiplied):
+            return [self._product(step, way)]
+        if isinstance(step, Fill):
+            return [self._fill(step, way)]
+        if isinstance(step, Beside):
+            return self.of(step.step, _way(self.program, step.way))
+        if isinstance(step, Take):
+            return [file.Step(file.TAKE, step.slot, _way(self.program, step.way))]
+        if isinstance(step, Drop):
+            return [] if step.given else [file.Step(file.DROP, step.slot)]
+        if isinstance(step, Waited):
+            ways = _way(self.program, step.way), _way(self.program, step.other)
+            return [file.Step(file.WAIT, ways[0], 0, ways[1])]
+        if isinstance(step, Noticed):
+            return [file.Step(file.NOTICE, _way(self.program, step.way), patches=step.patches)]
+        if step.__class__.__name__ == "Noted":
+            return []
+        refused(self.tape.what, _REFUSED.get(step.__class__.__name__, f"{step!r}"))
+
+    def _function(self, kernel: Kernel) -> int:
+        found = self._functions.get(kernel._function)
+        if found is None:
+            found = self._functions[kernel._function] = self._added(kernel)
+        return found
+
+    def _added(self, kernel: Kernel) -> int:
+        name, constants, _ = kernel.made_of
+        letters = kernel.letters
+        reads = only_read(name, kernel.name, constants, letters)
+        spelled = "".join(
+            "r" if letter == "p" and read else letter for letter, read in zip(letters, reads, strict=True)
+        )
+        module = self.program.number("modules", kernel.image())
+        return self.program.number("functions", file.Function(kernel.name, spelled, module))
+
+    def _launch(self, step: Launch, way: int) -> file.Step:
+        args = []
+        for letter, value in zip(step.kernel.letters, step.args, strict=True):
+            args.append(self._address(step, value) if letter == "p" else value)
+        words = struct.unpack(f"<{len(args)}Q", step.kernel.packed(args))
+        behind = tuple(p._replace(number=p.number + file.SIZES) for p in step.patches)
+        return file.Step(file.LAUNCH, self._function(step.kernel), way, 0, (*step.sizes, *words), behind)
+
+    def _table(self, step: TableLaunch, way: int) -> file.Step:
+        table = bytearray(step.table)
+        for place in step.places:
+            (address,) = struct.unpack_from("<Q", table, place)
+            struct.pack_into("<Q", table, place, self._address(step, address))
+        nbytes = len(table)
+        table += bytes(-nbytes % 8)
+        grid, block, shared = step.sizes
+        sizes = grid, 1, 1, block, 1, 1, shared
+        words = struct.unpack(f"<{len(table) // 8}Q", table)
+        function = self._function(step.kernel)
+        return file.Step(file.TABLE, function, way, nbytes, (*sizes, *words), step.patches)
+
+    def _address(self, step: Any, value: Any) -> int:
+        """0, in whose place a patch puts an address; no address may stand there by itself."""
+        if value and not is_symbol(value):
+            refused(self.tape.what, f"memory at {value:#x}, which no call brings, in {step!r}")
+        return 0
+
+    def _product(self, step: Multiplied, way: int) -> file.Step:
+        words = [self._address(step, value) for value in step.addresses]
+        number = self.program.number("products", _product_of(step.plan, repr(step)))
+        return file.Step(file.PRODUCT, number, way, 0, tuple(words), step.patches)
+
+    def _fill(self, step: Fill, way: int) -> file.Step:
+        found = tuple(Patch(2, p.slot, p.offset) for p in step.patches)
+        return file.Step(file.FILL, 0, way, 0, (0, step.nbytes, self._address(step, step.address)), found)
+
+
+def _product_of(plan: LtPlan, text: str) -> file.Product:
+    assert plan.route is not None
+    what = gemm_run.described(plan.spec, plan.route)
+    layouts = tuple(file.Layout(*one) for one in what.layouts)
+    return file.Product(
+        text,
+        what.compute,
+        what.scale,
+        (layouts[0], layouts[1], layouts[2]),
+        what.attributes,
+        tuple((attribute, (1 << 20) + plan.spec.alignment) for attribute in what.pointers),
+        bytes(plan.algorithm),
+        plan.workspace,
+        gemm_run.alpha_on_device(plan.spec),
+        plan.route.accumulate,
+    )
