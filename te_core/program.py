@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from te_core import cache
@@ -38,7 +39,7 @@ class Example(NamedTuple):
     rt: Runtime
     call: Call | Callable[..., Any]  # te_core.calls.call(...), or an operation of te_core.ops.raw
     arguments: tuple[Any, ...]  # as the core's function takes them
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     backward: bool = False
     alignment: int = ALIGNED
 

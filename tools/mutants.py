@@ -227,8 +227,10 @@ def main() -> int:
     parser.add_argument("--by", nargs="*", default=[], metavar="FILE", help="those that these files of tests notice")
     parser.add_argument("--cuda", action="store_true", help="judge those that need CUDA, not the others")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
-    parser.add_argument("--table", type=Path, default=TABLE, help="where the table goes")
+    parser.add_argument("--table", type=Path, default=TABLE, help="where the table goes, a .md file")
     given = parser.parse_args()
+    if given.table.suffix != ".md":
+        parser.error(f"--table {given.table}: the table is written there; pass a .md file")
     mutants = load()
     chosen = [
         m
