@@ -168,7 +168,7 @@ class DotProductAttention(BaseModule):
         Each sequence is cut into 2 * ranks chunks, of which rank r has chunk r and chunk 2 * ranks - 1 - r. `cp_group`
         is a process group, a mesh of one dimension, or for "a2a+p2p" a list of two: [a2a group, p2p group].
         `cp_global_ranks`, where given, are the global ranks of the groups. `cp_stream` is the second
-        stream of neighbouring steps of a ring (None: one of our own), where two win time.
+        stream of a ring's steps, where two streams win time (None: te_core makes its own).
         """
         operation = f"{OPERATION}.set_context_parallel_group"
         self._context = found = context_groups(operation, cp_group, cp_global_ranks, cp_stream, cp_comm_type)

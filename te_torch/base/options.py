@@ -152,13 +152,13 @@ def check_values(operation: str, options: Mapping[str, Any]) -> None:
 
 
 def check_options(operation: str, options: Mapping[str, Any]) -> None:
-    """The same, and refuse ways of working over ranks that there are not."""
+    """The same, and refuse a `parallel_mode` or a `symmetric_ar_type` that is not known."""
     check_values(operation, options)
     check_ways(operation, options)
 
 
 def check_ways(operation: str, options: Mapping[str, Any]) -> None:
-    """Refuse ways of working over ranks that there are not."""
+    """Refuse a `parallel_mode` or a `symmetric_ar_type` that is not known."""
     mode = options.get("parallel_mode")
     if mode is not None and str(mode).lower() not in ("column", "row"):
         raise ArgumentError(operation, f"parallel_mode={mode!r}", "None, 'column' or 'row'", "correct it")

@@ -90,8 +90,8 @@ class Problem:
     ) -> Callable[[], None]:
         """Carry out a call on a stream that waits for all that this rank has begun by now.
 
-        What is returned adds its output to the others, once the rank's stream has waited for the call. It holds what
-        the call reads until then.
+        What is returned adds the call's output to the others, once the rank's stream has waited for the call. Until
+        then it holds the memory that the call reads.
         """
         q, k, v = self.queries(parts[0], side), self.keys(parts[1], side), self.keys(parts[2], side)
         spec, terms = call_spec(self.core, side, *self._tokens(q, k)), self.of_call(side)

@@ -5,8 +5,8 @@ step finds its keys there. Backward runs the ring again, with the final output a
 keys: the rank that has met keys hands on what it has added to their gradients; behind the last step they come home,
 where the summand of step 0 has waited. Nothing of other ranks is kept between the passes.
 
-Where it pays, neighbouring steps have two streams by turns (`Turns`). Transfers and sums stay on the
-rank's own stream, in the order of the schedule.
+Where two streams win time, neighbouring steps have them by turns (`Turns`). Transfers and sums stay on the rank's own
+stream, in the order of the schedule.
 
 At the peak there are two foreign K|V (and two dK|dV), one partial result (on two streams: two), and its float32 sum.
 """
@@ -69,7 +69,7 @@ class Turns:
             lane, finish = self.open.popleft()
             self.rt.wait(lane)
             finish()
-            lane.wait(self.rt)  # results are its memory, which goes back now
+            lane.wait(self.rt)  # results are memory of the lane, which goes back now
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         if kind is None:
