@@ -6,11 +6,15 @@ of a program when that program is lowered, or run on another device.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
 
 import te_core
 from te_core import dtypes
@@ -234,6 +238,19 @@ def run(on_gpu: bool, device: int, stream: int, digest: int, addresses: list[int
             "trace the function again here: jax.jit(f).lower(...) of the same f",
         )
     work.run(cuda_device(device) if on_gpu else CPU, stream, addresses)
+
+
+@atexit.register
+def _let_go() -> None:
+    """Free what cuDNN's frontend has made before the interpreter ends: it prints what is left of its objects."""
+    works = list(_works.values())
+    if all(device is CPU for work in works for device in work._programs):
+        return
+    # What XLA was asked to run comes first.
+    jax.block_until_ready([jnp.ones((), device=device) + 1 for device in jax.local_devices()])
+    _works.clear()
+    for work in works:
+        work._programs.clear()
 
 
 _notes: dict[str, None] = {}  # in the order in which they came
