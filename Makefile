@@ -27,7 +27,7 @@ OUT       ?= build/gpu
 GPU_FLAGS ?=
 PICKED    :=
 
-.PHONY: help env train test test-more test-full test-interpreted format check bench docs mutants gpu gpu-interpreted gpu-ranks clean
+.PHONY: help env train test test-more test-full test-interpreted format check bench wheels docs mutants gpu gpu-interpreted gpu-ranks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -42,7 +42,7 @@ test: env  ## run the tests of every change (ARGS="tests/core -k gemm" picks som
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-more:  ## run what CI adds: programs of others on this package, compilers, four ranks, a part without replays
-	@$(PYTHON) tools/setup_env.py clients onnx
+	@$(PYTHON) tools/setup_env.py clients onnx wheels
 	@$(PYTHON) tools/browser.py
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m more $(ARGS)
 	$(if $(ARGS),,@$(MAKE) test-interpreted ARGS=--shard=1/4)
@@ -51,7 +51,7 @@ test-interpreted: env  ## run tests with no call of a layer replayed (`make test
 	TE_CORE_TAPES=never $(PY) -m pytest -n $(JOBS) --dist worksteal $(INTERPRETED) $(ARGS)
 
 test-full:  ## run everything, before a release: whole matrices, fuzzing at length, every fault (hours)
-	@$(PYTHON) tools/setup_env.py clients onnx
+	@$(PYTHON) tools/setup_env.py clients onnx wheels
 	@$(PYTHON) tools/browser.py
 	$(PY) -m pytest -n $(JOBS) --dist worksteal --more --full $(ARGS)
 	@$(MAKE) test-interpreted
@@ -68,6 +68,10 @@ check: env  ## layout, lint, types, floors and circles of imports, sizes, docume
 
 bench: env  ## run the benchmarks named in BENCH="gemm norms ..." into benchmarks/results
 	$(PY) -m benchmarks.run $(BENCH) --out benchmarks/results
+
+wheels: env  ## build the wheel that runs anywhere, and one for each architecture with the C library, into dist
+	@$(PYTHON) tools/setup_env.py wheels
+	$(PY) tools/wheels.py $(ARGS)
 
 docs: env  ## refresh the generated parts of the documents, run their examples, follow their links
 	$(PY) tools/docs.py $(ARGS)

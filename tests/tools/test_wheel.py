@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import shutil
+import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import setuptools
+
+from tools import wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,19 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    sources = folder / "sources"
-    for package in ("te_core", "te_torch", "bindings"):  # a build leaves folders behind: not in the tree
-        shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, sources)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", "--no-index"]
-    made = subprocess.run(
-        [*pip, "--no-build-isolation", "-w", str(folder), str(sources)], capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
-    (found,) = folder.glob("te_runtime-*.whl")
-    return found
+    return wheels.plain(tmp_path_factory.mktemp("wheel"), "--no-index", "--no-build-isolation")
 
 
 def test_it_holds_every_file_of_the_packages(wheel: Path) -> None:
@@ -100,3 +92,30 @@ def test_it_runs_without_the_sources(wheel: Path, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([str(python), "-c", RUNS], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout.strip() == "ok", done.stderr[-3000:]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no package: ziglang")
+@pytest.mark.parametrize("arch", wheels.ARCHS)
+def test_the_one_with_the_library(wheel: Path, tmp_path: Path, arch: str) -> None:
+    """A C program is built against what it installs, and plays a file; the library asks for no newer glibc."""
+    made = wheels.with_library(wheel, wheels.compiled(arch, tmp_path), f"manylinux_2_17_{arch}")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--no-index"]
+    host = platform.machine() == arch
+    into = ["--target", str(tmp_path / "site"), *(() if host else ("--platform", f"manylinux_2_17_{arch}"))]
+    subprocess.run([*pip, *into, "--only-binary", ":all:", str(made)], check=True)
+    library = tmp_path / "site" / wheels.LIBRARY
+    versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", library.read_bytes())
+    assert versions and all((int(a), int(b)) <= wheels.GLIBC for a, b in versions)
+    if not host:
+        return
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-O1", "-I", str(tmp_path / "site" / wheels.HEADERS)]
+    play, stub = tmp_path / "play", tmp_path / "libstub.so"
+    example = [str(wheels.C / "examples" / "play.c"), str(library), "-ldl", "-lpthread"]
+    subprocess.run([*compiler, *example, "-o", str(play)], check=True)
+    subprocess.run([*compiler, "-fPIC", "-shared", str(wheels.C / "tests" / "stub.c"), "-o", str(stub)], check=True)
+    env = {"LD_LIBRARY_PATH": str(library.parent), "TE_LIBCUDA": str(stub), "TE_LIBCUBLASLT": str(stub)}
+    (library.parent / "libte_core.so.1").symlink_to(library)
+    done = subprocess.run(
+        [str(play), str(wheels.C / "tests" / "linear.te")], env=env, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0 and "output.0" in done.stdout, done.stderr
