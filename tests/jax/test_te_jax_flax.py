@@ -330,6 +330,26 @@ def test_training_with_trainstate_and_delayed_scaling() -> None:
         serialization.from_state_dict(scalings[0], {"scale_fwd": stored["scale_fwd"]})
 
 
+def test_a_module_that_is_used_twice_has_one_next_state() -> None:
+    """That of te_jax.dense used twice with one state: its maxima are sums, and it is updated once."""
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            both = modules.DenseGeneral(64, name="both")
+            return both(jnp.tanh(both(x)))
+
+    with te.autocast(recipe=DELAYED):
+        variables = nn.unbox(Twice().init(KEY, X))
+        assert "Scaling(linear, 1" in nn.tabulate(Twice(), KEY, console_kwargs={"width": 200})(X)
+        found = jax.jit(jax.grad(lambda v: (Twice().apply(v, X) ** 2).sum()))(variables)[STATES]["both"]["scaling"]
+        dense = lambda x, k, s: te.dense(x, k, scaling=s)  # noqa: E731
+        by_hand = jax.jit(jax.grad(lambda k, s: (dense(jnp.tanh(dense(X, k, s)), k, s) ** 2).sum(), argnums=(0, 1)))
+        _, wanted = by_hand(variables["params"]["both"]["kernel"], te.scaling(DELAYED, te.dense))
+    for a, b in zip(found.arrays, wanted.arrays, strict=True):
+        nearly(a, b, 1e-5)
+
+
 def test_recipes_come_from_the_region() -> None:
     module = modules.LayerNormMLP(64, return_layernorm_output=False)
     with te.autocast(recipe=DELAYED):

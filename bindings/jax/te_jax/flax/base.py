@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import yaml
 from flax import linen as nn
 from flax import serialization
 
@@ -105,7 +106,9 @@ def quantizing(module: nn.Module, name: str, function: Any) -> dict[str, Any]:
             got = f"no state {OVERWRITTEN}/{name} for {type(recipe).__name__}"
             do = "call init inside of te_jax.autocast with this recipe, and pass all that init gave to apply"
             raise ArgumentError(called, got, "the variables that init makes for a recipe with a history", do)
-        found["scaling"] = module.variable(OVERWRITTEN, name, lambda: scaling(recipe, function)).value
+        # A module that is used twice has one object for both, whose maxima add up; to unbox it would make two of it.
+        made = module.variable(OVERWRITTEN, name, lambda: scaling(recipe, function), unbox=False)
+        found["scaling"] = made.value
     return found
 
 
@@ -160,3 +163,4 @@ def _restored(state: Scaling, found: Mapping[str, Any]) -> Scaling:
 
 
 serialization.register_serialization_state(Scaling, _stored, _restored)
+yaml.SafeDumper.add_representer(Scaling, lambda dumper, state: dumper.represent_str(repr(state)))  # for nn.tabulate
