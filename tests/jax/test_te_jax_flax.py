@@ -208,7 +208,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 LAYERS: dict[str, dict[str, Any]] = {
     "encoder": {"use_bias": True, "self_attn_mask_type": "padding"},
-    "bf16": {"use_bias": True},
+    "bf16": {"use_bias": True, "scale_attn_logits": True},
     "llama": LLAMA,
     "decoder": {"use_bias": True, "layer_type": DECODER, "output_layernorm": True},
     "unfused": {
@@ -239,7 +239,8 @@ def test_a_checkpoint_with_the_peers_names_gives_the_plain_layer(name: str) -> N
     with jax.default_matmul_precision("highest"):
         wanted = plain_layer(wide(params), options, wide(x), wide(encoded), mask, cross)
     read = slice(None) if mask is None else ~mask[:, 0].all(-1)  # what padding gives is nobody's
-    near(turned(y)[read], wanted[read], 0.05 if dtype == jnp.bfloat16 else 1e-2 if ON_GPU else 1e-4)
+    near(turned(y)[read], wanted[read], 0.02 if dtype == jnp.bfloat16 else 1e-2 if ON_GPU else 1e-5)
+    assert np.isfinite(np.asarray(y, np.float32)).all()
 
 
 def test_parameters_have_the_peers_names_shapes_and_axes() -> None:
@@ -381,7 +382,9 @@ def test_dropout() -> None:
         {"hidden_dropout": 0.5, "hidden_dropout_dims": (1,)}, {"drop_path": 0.5},
     ):  # fmt: skip
         module = modules.TransformerLayer(**{**SMALL, **CALM, **more}, dropout_rng_name="noise")
-        equal_or_near = equal if "intermediate_dropout" not in more else lambda a, b: near(a, b, 1e-5)
+        equal_or_near = (
+            equal if "intermediate_dropout" not in more else lambda a, b: near(a, b, 1e-3 if ON_GPU else 1e-5)
+        )
         equal_or_near(module.apply(params, X, deterministic=True), calm)
         first, again, other = (module.apply(params, X, rngs={"noise": jax.random.key(n)}) for n in (1, 1, 2))
         equal(first, again)
@@ -416,9 +419,9 @@ def test_scan_over_layers_with_remat() -> None:
         twice = lambda v: (layer.apply(one(v, 1), layer.apply(one(v, 0), X)) ** 2).sum()  # noqa: E731
         value, grads = jax.jit(jax.value_and_grad(loss))(variables)
         wanted, others = jax.jit(jax.value_and_grad(twice))(variables)
-    near(value, wanted, 1e-5)
+    near(value, wanted, 1e-3 if ON_GPU else 1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
-        near(a, b, 1e-4)
+        near(a, b, 0.03 if ON_GPU else 1e-4)  # XLA fuses sums otherwise, and FP8 rounds some of them otherwise
     assert (grads[STATES]["layer"]["mlp"]["scaling"].scale_bwd[:, ::2] != 1).all()
 
 
