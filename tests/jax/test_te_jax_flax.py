@@ -459,6 +459,41 @@ def test_biases_by_distance() -> None:
     equal(module.apply({"params": {"rel_embedding": table}}, 100, 150, False)[0], np.asarray(table)[:, bucket])
 
 
+@pytest.mark.parametrize("kind", list(modules.SoftmaxType))
+def test_softmax(kind: modules.SoftmaxType) -> None:
+    """Outputs and gradients of jax.nn.softmax."""
+    x, bias, dy = (drawn(2, 4, 8, 16, seed=n) for n in range(3))
+    hidden = {"scaled": np.zeros((8, 16), bool), "scaled_masked": np.asarray(drawn(2, 1, 8, 16) > 0.5)}
+    seen = ~hidden.get(kind.value, ~np.tri(8, 16, dtype=bool))
+    mask = hidden["scaled_masked"] if kind == modules.SoftmaxType.SCALED_MASKED else None
+    for given in (0.0, bias):
+        ours = lambda x, b=given: modules.Softmax(0.5, kind).apply({}, x, mask, b if b is bias else None)  # noqa: E731
+        plain = lambda x, b=given: jax.nn.softmax(jnp.where(seen, 0.5 * x + b, -jnp.inf), -1)  # noqa: E731
+        (y, back), (wanted, other) = (jax.vjp(f, x) for f in (ours, plain))
+        near(y, wanted, 1e-5)
+        near(back(dy)[0], other(dy)[0], 1e-4)
+
+
+def test_nnx_trains_them() -> None:
+    """Through flax's bridge: the gradient of the states is the next states."""
+    nnx = pytest.importorskip("flax.nnx")
+    module = modules.LayerNormMLP(64, return_layernorm_output=False)
+    with flax.config.temp_flip_flag("always_shard_variable", False), te.autocast(recipe=DELAYED):
+        model = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(X)
+
+        @nnx.jit
+        def step(model: Any) -> Any:
+            loss = lambda model: ((model(X)[0] - X) ** 2).mean()  # noqa: E731
+            value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.Not(nnx.RngState)))(model)
+            grads, states = nnx.split_state(grads, nnx.Param, ...)
+            params = jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), grads)
+            nnx.update(model, params, states)
+            return value
+
+        first, second = step(model), step(model)
+    assert second < 0.9 * first and (model.scaling.get_value().scale_bwd[::2] != 1).all()
+
+
 def test_rules_for_axes() -> None:
     with te.autocast(mesh_resource=te.MeshResource(dp_resource="data", tp_resource="model", fsdp_resource="data")):
         rules = modules.extend_logical_axis_rules((("embed", None), ("nvte_w_joined", "mine")))
@@ -483,7 +518,6 @@ def test_refusals_in_words() -> None:
         (lambda: attend(context_parallel_axis="cp"), "context_parallel_axis.*does not divide"),
         (lambda: layer.init(KEY, X, decode=True), "TransformerLayer.*decode=True.*te_jax.fused_attn"),
         (lambda: modules.MultiHeadAttention(16, 4).init(KEY, X, X, decode=True), "MultiHeadAttention.*decode=True"),
-        (modules.Softmax, "flax.Softmax.*To do: use jax.nn.softmax"),
         (modules.make_dot_general_cls, "make_dot_general_cls.*To do: use"),
     ):
         with pytest.raises(UnsupportedError, match=f"(?s){said}"):
@@ -504,6 +538,8 @@ def test_refusals_in_words() -> None:
         (lambda: modules.TransformerLayer(layer_type=DECODER).init(KEY, drawn(2, 16, 512)), "encoded left out"),
         (lambda: modules.DenseGeneral(8, axis=(-1, 2)).init(KEY, X), r"axis=\(-1, 2\).*each once"),
         (lambda: modules.LayerNormDenseGeneral(8, axis=(1, 2)).init(KEY, X), "axis.*one dimension"),
+        (lambda: modules.Softmax(softmax_type="masked"), "softmax_type='masked'.*SCALED_MASKED"),
+        (lambda: modules.Softmax().apply({}, q, mask=q), "with a mask.*SCALED_MASKED"),
         (lambda: attend().apply({}, X, X, X), r"query \[2, 16, 64\].*heads, head_dim"),
         (lambda: attend(attn_mask_type="padding").apply({}, q, q, q, jnp.zeros((2, 16))), r"a mask \[2, 16\]"),
         (

@@ -13,7 +13,8 @@ from te_jax.flax.attention import DotProductAttention, MultiHeadAttention, Relat
 from te_jax.flax.base import extend_logical_axis_rules
 from te_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
 from te_jax.flax.mlp import LayerNormMLP
-from te_jax.flax.not_built import Softmax, make_dot_general_cls
+from te_jax.flax.not_built import make_dot_general_cls
+from te_jax.flax.softmax import Softmax, SoftmaxType
 from te_jax.flax.transformer import TransformerLayer, TransformerLayerType
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "MultiHeadAttention",
     "RelativePositionBiases",
     "Softmax",
+    "SoftmaxType",
     "TransformerLayer",
     "TransformerLayerType",
     "extend_logical_axis_rules",

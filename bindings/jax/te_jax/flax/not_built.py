@@ -2,5 +2,4 @@
 
 from te_jax.not_built import refusing
 
-Softmax = refusing("flax.Softmax", "jax.nn.softmax, or te_jax.flax.DotProductAttention for attention")
 make_dot_general_cls = refusing("flax.make_dot_general_cls", "te_jax.flax.DenseGeneral in place of nn.Dense")
