@@ -54,7 +54,7 @@ def test_its_metadata(wheel: Path) -> None:
     assert about["License-Expression"] == "Apache-2.0" and about["Summary"]
     assert about.get_payload().startswith("# te-runtime") and about["Description-Content-Type"] == "text/markdown"
     assert "Typing :: Typed" in about.get_all("Classifier")
-    assert {"torch", "cu12", "cu13", "jax", "clients", "onnx"} <= set(about.get_all("Provides-Extra"))
+    assert {"torch", "cu12", "cu13", "jax", "flax", "clients", "onnx"} <= set(about.get_all("Provides-Extra"))
 
 
 RUNS = """

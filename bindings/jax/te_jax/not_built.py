@@ -13,7 +13,7 @@ _INSTEAD = {
 }
 
 
-def _refusing(name: str, instead: str) -> Any:
+def refusing(name: str, instead: str) -> Any:
     def refuse(*arguments: Any, **options: Any) -> NoReturn:
         raise UnsupportedError(f"te_jax.{name}", "a call", "functions that are built", f"use {instead}")
 
@@ -22,4 +22,4 @@ def _refusing(name: str, instead: str) -> Any:
     return refuse
 
 
-grouped_dense, softmax = (_refusing(name, instead) for name, instead in _INSTEAD.items())
+grouped_dense, softmax = (refusing(name, instead) for name, instead in _INSTEAD.items())
