@@ -375,11 +375,11 @@ def test_recipes_come_from_the_region() -> None:
 def test_dropout() -> None:
     """Of hidden channels, weights of attention, what is between the products, and whole sequences."""
     none = modules.TransformerLayer(**SMALL, **CALM)
-    params = none.init(KEY, X)
+    params = jax.jit(none.init)(KEY, X)
     calm = none.apply(params, X)
     for more in (
-        {"hidden_dropout": 0.5}, {"attention_dropout": 0.5}, {"intermediate_dropout": 0.5},
-        {"hidden_dropout": 0.5, "hidden_dropout_dims": (1,)}, {"drop_path": 0.5},
+        {"hidden_dropout": 0.5, "hidden_dropout_dims": (1,)}, {"attention_dropout": 0.5}, {"intermediate_dropout": 0.5},
+        {"drop_path": 0.5},
     ):  # fmt: skip
         module = modules.TransformerLayer(**{**SMALL, **CALM, **more}, dropout_rng_name="noise")
         equal_or_near = (
@@ -410,7 +410,7 @@ def test_scan_over_layers_with_remat() -> None:
         metadata_params={nn.PARTITION_NAME: "layers"},
     )()  # fmt: skip
     with te.autocast(recipe=DELAYED):
-        variables = stacked.init(KEY, X, None)
+        variables = jax.jit(stacked.init)(KEY, X, None)
         box = variables["params"]["layer"]["mlp"]["wi_kernel"]
         assert box.names[0] == "layers" and box.value.shape == (2, 64, 1, 128)
         variables = nn.unbox(variables)
