@@ -36,7 +36,7 @@ def compiled(arch: str, folder: Path) -> Path:
     made = folder / f"libte_core-{arch}.so"
     target = f"{arch}-linux-gnu.{'.'.join(map(str, GLIBC))}"
     command = [sys.executable, "-m", "ziglang", "cc", "-target", target, *WARNINGS, "-O2", "-s", "-DNDEBUG"]
-    command += ["-I", str(C / "include"), "-fPIC", "-fvisibility=hidden", "-shared", "-Wl,-soname,libte_core.so.1"]
+    command += ["-I", str(C / "include"), "-fPIC", "-fvisibility=hidden", "-shared", "-Wl,-soname,libte_core.so"]
     command += [f"-Wl,--version-script={C / 'te_core.map'}", "-Wl,-z,defs", "-o", str(made)]
     subprocess.run([*command, *map(str, sorted((C / "src").glob("*.c"))), "-ldl", "-lpthread"], check=True)
     return made

@@ -2,8 +2,8 @@
 
 from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
 from te_jax.context import MeshResource, autocast
-from te_jax.layers import activation, dense, layernorm, layernorm_dense, layernorm_mlp
-from te_jax.not_built import grouped_dense, softmax
+from te_jax.layers import SoftmaxType, activation, dense, layernorm, layernorm_dense, layernorm_mlp, softmax
+from te_jax.not_built import grouped_dense
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.record import explain
 from te_jax.rules import checkpoint_names
@@ -19,6 +19,7 @@ __all__ = [
     "Quantized",
     "Scaling",
     "SequenceDescriptor",
+    "SoftmaxType",
     "activation",
     "autocast",
     "checkpoint_names",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -183,4 +184,30 @@ def layernorm_mlp(
     arrays = {"x": x, "layer_norm_weight": gamma, "layer_norm_bias": beta}
     arrays |= {"fc1_weight": w1, "fc1_bias": b1, "fc2_weight": w2, "fc2_bias": b2}
     (y,) = call_layer("layernorm_mlp", arrays, options, chosen(recipe), scaling, seed)
+    return y
+
+
+class SoftmaxType(str, Enum):
+    """Which scores count."""
+
+    SCALED = "scaled"
+    SCALED_MASKED = "scaled_masked"
+    SCALED_UPPER_TRIANG_MASKED = "scaled_upper_triang_masked"
+
+
+def softmax(
+    logits: Any, mask: Any = None, scale_factor: float = 1.0, softmax_type: SoftmaxType | str = SoftmaxType.SCALED
+) -> Any:
+    """softmax(scale_factor logits) of logits [batch, heads, queries, keys]. The mask is True where no score counts."""
+    kinds = [kind.value for kind in SoftmaxType]
+    if softmax_type not in kinds:
+        raise ArgumentError("softmax", f"softmax_type={softmax_type!r}", ", ".join(kinds), "choose one of these")
+    kind = SoftmaxType(softmax_type)
+    if (kind is SoftmaxType.SCALED_MASKED) != (mask is not None):
+        got = f"softmax_type={kind!r} {'without' if mask is None else 'with'} a mask"
+        raise ArgumentError("softmax", got, "a mask with SCALED_MASKED, and only there", "correct one of both")
+    causal = "top_left" if kind is SoftmaxType.SCALED_UPPER_TRIANG_MASKED else None
+    arrays = {"x": logits, "mask": None if mask is None else jnp.asarray(mask, bool)}
+    options = {"scale": number("softmax", "scale_factor", scale_factor), "causal": causal}
+    (y,) = call_layer("softmax", arrays, options)
     return y

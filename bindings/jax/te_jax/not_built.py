@@ -6,12 +6,6 @@ from typing import Any, NoReturn
 
 from te_core.errors import UnsupportedError
 
-#: By name: what to use instead.
-_INSTEAD = {
-    "grouped_dense": "a te_jax.dense for each group, or te_core.functional.grouped_linear outside of jax.jit",
-    "softmax": "jax.nn.softmax, or te_jax.fused_attn for attention",
-}
-
 
 def refusing(name: str, instead: str) -> Any:
     def refuse(*arguments: Any, **options: Any) -> NoReturn:
@@ -22,4 +16,6 @@ def refusing(name: str, instead: str) -> Any:
     return refuse
 
 
-grouped_dense, softmax = (refusing(name, instead) for name, instead in _INSTEAD.items())
+grouped_dense = refusing(
+    "grouped_dense", "a te_jax.dense for each group, or te_core.functional.grouped_linear outside of jax.jit"
+)

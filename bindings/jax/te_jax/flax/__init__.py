@@ -14,8 +14,9 @@ from te_jax.flax.base import extend_logical_axis_rules
 from te_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.not_built import make_dot_general_cls
-from te_jax.flax.softmax import Softmax, SoftmaxType
+from te_jax.flax.softmax import Softmax
 from te_jax.flax.transformer import TransformerLayer, TransformerLayerType
+from te_jax.layers import SoftmaxType
 
 __all__ = [
     "DenseGeneral",
