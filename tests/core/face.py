@@ -27,6 +27,7 @@ from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
 from te_core.ops.context import Span
 from te_core.ops.kv_cache import KVCache
 from te_core.ops.norm import Branch
+from te_core.ops.optimizer import AdamRule, AdamTensors, SgdRule, SgdTensors
 from te_core.ops.quantize import ScalingState
 from te_core.quantize.state import Scales
 from te_core.quantized import Cast, Format
@@ -90,6 +91,19 @@ def _context(rt: Runtime, heads: Tensor, done: Attended) -> dict[str, tuple[tupl
     }
 
 
+def _lists(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Of the operations on lists of tensors."""
+    a, b, half = tensor(rt, ROWS), tensor(rt, ROWS), tensor(rt, ROWS, dtype=dtypes.float16)
+    one, none, step = tensor(rt, 1, value=1.0), tensor(rt, 1, value=0.0), rt.tensor(np.array([3], np.int32))
+    states = half, tensor(rt, ROWS, dtype=E4M3, value=1.0), None, tensor(rt, 3)
+    return {
+        "adam": (([AdamTensors(a, b, *states)], AdamRule(one, 0.9, 0.99, 1e-8, 0.1, step, True, True, one, none)), {}),
+        "norm_many": (([[a, b], [half]],), {"scale": one, "each": True}),
+        "scale_many": (([a, b], [b, a], one), {"flag": rt.tensor(np.zeros(1, np.int32))}),
+        "sgd": (([SgdTensors(a, b, half)], SgdRule(0.1, 0.9)), {}),
+    }
+
+
 def operations(rt: Runtime) -> dict[str, Right]:
     """Of every operation, with as many of its optional tensors as go together."""
     x, w, vector = tensor(rt, ROWS, WIDTH), tensor(rt, OUT, WIDTH), tensor(rt, WIDTH)
@@ -116,6 +130,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
     chunks = rt.tensor(np.array([3, 5], np.int32)), rt.tensor(np.array([1, 0], np.int32))
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         **_context(rt, heads, done),
+        **_lists(rt),
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
