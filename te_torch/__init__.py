@@ -11,7 +11,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from te_core import __version__ as __version__
-from te_torch import constants, not_built
+from te_torch import constants, not_built, optimizers
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.rope import RotaryPositionEmbedding
@@ -71,8 +71,8 @@ __all__ = [
     "is_mxfp8_available", "is_nvfp4_available", "make_graphed_callables", "mark_not_offload", "measure_saved",
     "memory_report", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
     "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report",
-    "onnx_export", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init", "register_norm",
-    *_context, *_tensors,
+    "onnx_export", "optimizers", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init",
+    "register_norm", *_context, *_tensors,
 ]  # fmt: skip
 
 __getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS, ("debug",))
