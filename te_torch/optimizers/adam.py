@@ -96,7 +96,7 @@ class FusedAdam(FusedOptimizer):
     # --------------------------------------------------------------------------------------------- the step
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
+    def step(
         self,
         closure: Callable[[], Any] | None = None,
         grad_scaler: Any = None,
@@ -186,7 +186,8 @@ class FusedAdam(FusedOptimizer):
             lr, step = core(lr.to(device).reshape(1)), core(step.to(device).reshape(1))
         return AdamRule(
             lr,
-            *group["betas"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             step=step,
@@ -203,7 +204,7 @@ class FusedAdam(FusedOptimizer):
             mine.quantize_(tensors.master.owner)  # type: ignore[attr-defined, union-attr]
             changed(p)
         else:
-            changed(p, tensors.param.owner)  # type: ignore[union-attr, arg-type]
+            changed(p, tensors.param.owner)  # type: ignore[union-attr]
 
     # --------------------------------------------------------------------------------------------- the rest
 

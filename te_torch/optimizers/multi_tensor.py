@@ -160,7 +160,7 @@ def multi_tensor_sgd(
     if not momentum:  # the buffers are not looked at
         tensor_lists = [*tensor_lists[:2], *tensor_lists[3:]]
     for rt, some in _sorts("multi_tensor_sgd", tensor_lists, (3, 4) if momentum else (2, 3)):
-        whole = some if momentum else [(*one[:2], None, *one[2:]) for one in some]
+        whole: Any = some if momentum else [(*one[:2], None, *one[2:]) for one in some]
         ops.sgd(rt, [SgdTensors(*one) for one in whole], rule)
 
 

@@ -92,7 +92,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             return closure()
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Gradients become None, or zeros."""
         if set_to_none is not None and self.set_grad_none is not None and set_to_none != self.set_grad_none:
             got = f"set_to_none={set_to_none} beside set_grad_none={self.set_grad_none}"

@@ -66,7 +66,7 @@ class FusedSGD(FusedOptimizer):
                 raise UnsupportedError(_NAME, got, "plain parameters", "use FusedAdam(master_weights=True)")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step."""
         loss = self._loss(closure)
         for group in self.param_groups:
