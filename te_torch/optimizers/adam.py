@@ -14,6 +14,7 @@ from te_torch.optimizers.parts import FusedOptimizer, changed, check_parameter, 
 from te_torch.optimizers.states import MASTER, MOMENTS, Formats, States
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import runtime_for
+from te_torch.tensors.changing import change_to, end_all
 
 _NAME = "FusedAdam"
 
@@ -142,7 +143,9 @@ class FusedAdam(FusedOptimizer):
             rule = self._rule(group, first.device, factor, skip)
             ops.adam(runtime_for(some[0][1].m.owner), [tensors for _, tensors in some], rule)
             for p, tensors in some:
-                self._finish(p, tensors)
+                if tensors.param is not None:
+                    changed(p, tensors.param.owner)  # type: ignore[arg-type]
+        self._quantize([p for some in lists.values() for p, tensors in some if tensors.param is None])
 
     def _count(self, group: dict[str, Any], skip: torch.Tensor | None) -> None:
         """The group's step, which begins at 1; skipped ones do not count."""
@@ -197,14 +200,13 @@ class FusedAdam(FusedOptimizer):
             skip=None if skip is None else core(skip.to(device)),
         )
 
-    def _finish(self, p: Any, tensors: AdamTensors) -> None:
-        """What is left to do with a parameter whose master, or values, were updated."""
-        mine = local(p)
-        if isinstance(mine, QuantizedTorch):
-            mine.quantize_(tensors.master.owner)  # type: ignore[attr-defined, union-attr]
+    def _quantize(self, params: list[Any]) -> None:
+        """Quantize masters into their parameters: one launch for those alike, one message of shards that agree."""
+        if not params:
+            return
+        end_all([change_to(local(p), local(self._states.read(p, MASTER))) for p in params])
+        for p in params:
             changed(p)
-        else:
-            changed(p, tensors.param.owner)  # type: ignore[union-attr]
 
     # --------------------------------------------------------------------------------------------- the rest
 

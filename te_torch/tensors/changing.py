@@ -133,6 +133,12 @@ class Change(NamedTuple):
         return dense.data_ptr() == self.core.ptr and dense.shape == self.t.shape and dense.is_contiguous()
 
 
+def change_to(t: Any, values: torch.Tensor) -> Change:
+    """The change of a tensor to given values, dense and of its shape, in any activation type."""
+    kept = Kept.of(t)
+    return Change(t, kept, values, None if kept is None else to_core(values).matrix())
+
+
 def end_all(changes: Sequence[Change]) -> None:
     """End several changes. Which of them agree together must not depend on what a rank has of a tensor."""
     agreeing: dict[Any, list[Change]] = {}
