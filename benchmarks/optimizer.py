@@ -1,8 +1,8 @@
 """A step of FusedAdam on a Llama's parameters, in each format of its state, beside torch's fused AdamW and a copy.
 
-The tensors are those of benchmarks/end_to_end.py (1.1 billion parameters in bf16, gradients in bf16). `bytes` is what a
-step has to move, each tensor once when it is read and once when it is written; `of_copy` its rate against that of a copy
-in the same process. Formats with scales read gradients and states twice, which `bytes` does not count.
+The tensors are those of benchmarks/end_to_end.py (1.1 billion parameters in bf16, gradients in bf16). `bytes` is what
+a step has to move, each tensor once when it is read and once when it is written; `of_copy` its rate against that of a
+copy in the same process. Formats with scales read gradients and states twice, which `bytes` does not count.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from te_core.ops.raw import KVCache, gemm_route, is_gated, packed_width
 activation_backward = explained(raw.activation_backward)
 activation_forward = explained(raw.activation_forward)
 adam = explained(raw.adam)
+adam_quantized = explained(raw.adam_quantized)
 add = explained(raw.add)
 amax = explained(raw.amax)
 amax_many = explained(raw.amax_many)
@@ -65,13 +66,14 @@ unpermute_backward = explained(raw.unpermute_backward)
 update_scales = explained(raw.update_scales)
 
 __all__ = [
-    "KVCache", "activation_backward", "activation_forward", "adam", "add", "amax", "amax_many", "attention_backward",
-    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge", "attention_sink_grad",
-    "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum", "context_draws", "context_lengths",
-    "context_mark", "context_max", "context_rows", "context_sum", "count_nonfinite", "dequantize", "gemm",
-    "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather", "kv_move",
-    "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward", "norm_many", "packed_width",
-    "padding_order", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many", "resize", "rope",
-    "rope_qkv", "rope_qkv_backward", "run_update", "scale_many", "scale_pairs", "sgd", "softmax_backward",
-    "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
+    "KVCache", "activation_backward", "activation_forward", "adam", "adam_quantized", "add", "amax", "amax_many",
+    "attention_backward", "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge",
+    "attention_sink_grad", "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum",
+    "context_draws", "context_lengths", "context_mark", "context_max", "context_rows", "context_sum", "count_nonfinite",
+    "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append",
+    "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward",
+    "norm_many", "packed_width", "padding_order", "permute", "plan_update", "quantize", "quantize_grouped",
+    "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_many", "scale_pairs",
+    "sgd", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute",
+    "unpermute_backward", "update_scales",
 ]  # fmt: skip

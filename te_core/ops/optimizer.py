@@ -27,6 +27,8 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
+from te_core.ops.quantize import check_cast, check_out
+from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -98,6 +100,11 @@ def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
         if any(spec.scaled):
             _check.result(op, rt.device, "scales", t.scales, (3,), (dtypes.float32,))
             _check.require(t.scales is not None, op, f"no scales for {spec}", "scales, float32 [3]", "pass scales")
+    _check_rule(op, rt, rule)
+    rt.backend.adam(rt, spec, [t for t in tensors if t.grad.size], rule)
+
+
+def _check_rule(op: str, rt: Runtime, rule: AdamRule) -> None:
     for name, given, kind in (("lr", rule.lr, "float32"), ("step", rule.step, "int32")):
         if isinstance(given, Tensor):
             _one(op, rt, name, given, (dtypes.dtype(kind),))
@@ -105,7 +112,6 @@ def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
         _check.require(rule.step >= 1, op, f"step={rule.step}", "steps from 1 on", "count the step before it")
     _one(op, rt, "grad_scale", rule.grad_scale, (dtypes.float32,))
     _one(op, rt, "skip", rule.skip, (dtypes.float32, dtypes.int32))
-    rt.backend.adam(rt, spec, [t for t in tensors if t.grad.size], rule)
 
 
 def _check_adam(op: str, spec: AdamSpec) -> None:
@@ -119,6 +125,54 @@ def _check_adam(op: str, spec: AdamSpec) -> None:
         raise ArgumentError(op, f"an int16 master of a parameter in {spec.param}", allowed, do)
     if spec.param is None and spec.master is None:
         raise ArgumentError(op, "neither param nor master", "at least one of them", "pass what shall be updated")
+
+
+class AdamQuantized(NamedTuple):
+    """One quantized matrix, updated by its master (float32)."""
+
+    grad: Tensor
+    m: Tensor
+    v: Tensor
+    master: Tensor
+    out: QuantizedTensor
+    cast: Cast  # with a given scale, or in tiles of 128 x 128
+
+
+def fuses(cast: Cast, m: DType, v: DType, master: Tensor | None) -> bool:
+    """Whether `adam_quantized` takes a weight by this cast with such moments and this master."""
+    form = cast.format
+    given = (form.scaling == "tensor" and cast.scale is not None) or (form.scaling == "block" and form.tiled)
+    return given and m not in LIMITS and v not in LIMITS and master is not None and master.dtype is dtypes.float32
+
+
+def adam_quantized(rt: Runtime, tensors: Sequence[AdamQuantized], rule: AdamRule) -> None:
+    """A step of Adam on masters, and the bytes of their quantized matrices, in one launch for matrices of any sizes.
+
+    Bit for bit what `adam` makes of the masters and `quantize` of those then. The casts differ in their tensors only;
+    what `fuses` refuses is to be cast by itself.
+    """
+    op = "adam_quantized"
+    if not tensors:
+        return
+    first = tensors[0]
+    states = [(t.grad, None, t.m, t.v, t.master) for t in tensors]
+    spec = AdamSpec(*[_check.dtype(t) for t in states[0]])  # type: ignore[arg-type]
+    _check_adam(op, spec)
+    if not fuses(first.cast, spec.m, spec.v, first.master):
+        got = f"{spec} by {first.cast.key}"
+        allowed = "float32 masters, moments in float32 or bfloat16, a given scale or tiles of 128 x 128"
+        raise ArgumentError(op, got, allowed, "call adam, and quantize the masters")
+    rules = (first.cast.key, first.cast.epsilon, first.cast.power_of_two)
+    for t, some in zip(tensors, states, strict=True):
+        _check_list(op, rt, AdamTensors._fields[:5], some, states[0])
+        check_cast(op, rt.device, t.cast)
+        if (t.cast.key, t.cast.epsilon, t.cast.power_of_two) != rules:
+            raise ArgumentError(op, "casts of different rules", "casts that differ in tensors", "call it for each sort")
+        _check.matrix(op, "master", t.master)
+        check_out(op, rt.device, t.out, t.master, t.cast)
+        t.out.rowwise_swizzled = t.out.columnwise_swizzled = None
+    _check_rule(op, rt, rule)
+    rt.backend.adam_quantized(rt, spec, [t for t in tensors if t.grad.size], rule)
 
 
 class SgdTensors(NamedTuple):

@@ -9,12 +9,13 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
-from te_core.ops.optimizer import AdamRule, AdamTensors
+from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamTensors, fuses
+from te_core.runtime import Runtime
 from te_torch.optimizers.parts import FusedOptimizer, changed, check_parameter, core, gradient, local
 from te_torch.optimizers.states import MASTER, MOMENTS, Formats, States
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import runtime_for
-from te_torch.tensors.changing import change_to, end_all
+from te_torch.tensors.changing import Kept, change_to, end_all
 
 _NAME = "FusedAdam"
 
@@ -137,15 +138,41 @@ class FusedAdam(FusedOptimizer):
                 continue
             tensors = self._tensors(p, state, grad)
             kinds = tuple([None if t is None else t.dtype for t in tensors[:5]])
-            lists.setdefault((tensors.grad.device, kinds), []).append((p, tensors))
-        for some in lists.values():
-            first = local(some[0][0])
-            rule = self._rule(group, first.device, factor, skip)
-            ops.adam(runtime_for(some[0][1].m.owner), [tensors for _, tensors in some], rule)
+            lists.setdefault((grad.device, kinds), []).append((p, tensors))
+        for (device, kinds), some in lists.items():
+            rule = self._rule(group, device, factor, skip)
+            rt = runtime_for(some[0][1].m.owner)
+            if kinds[1] is None:
+                self._step_quantized(rt, some, rule)
+                continue
+            ops.adam(rt, [tensors for _, tensors in some], rule)
             for p, tensors in some:
-                if tensors.param is not None:
-                    changed(p, tensors.param.owner)  # type: ignore[arg-type]
-        self._quantize([p for some in lists.values() for p, tensors in some if tensors.param is None])
+                changed(p, tensors.param.owner)  # type: ignore[union-attr]
+
+    def _step_quantized(self, rt: Runtime, some: list[tuple[Any, AdamTensors]], rule: AdamRule) -> None:
+        """Masters, and the bytes of their parameters: in one pass where the scale is given or of a tile. Others are cast
+        afterwards, those alike in one launch, those of shards that agree on a maximum after one message.
+        """
+        passes: dict[Any, list[AdamQuantized]] = {}
+        apart, together = [], []
+        for p, tensors in some:
+            kept, master = Kept.of(local(p)), tensors.master
+            if kept is None or kept.group is not None or not fuses(kept.cast, tensors.m.dtype, tensors.v.dtype, master):
+                apart.append((p, tensors))
+                continue
+            parts = [t.reshape(*kept.q.shape) for t in (tensors.grad, tensors.m, tensors.v, master)]  # type: ignore[union-attr]
+            cast = kept.cast
+            found = passes.setdefault((cast.key, cast.epsilon, cast.power_of_two), [])
+            found.append(AdamQuantized(*parts, kept.q, cast))
+            together.append(p)
+        for matrices in passes.values():
+            ops.adam_quantized(rt, matrices, rule)
+        for p in together:
+            local(p)._wrote()
+        ops.adam(rt, [tensors for _, tensors in apart], rule)
+        end_all([change_to(local(p), local(self._states.read(p, MASTER))) for p, _ in apart])
+        for p, _ in some:
+            changed(p)
 
     def _count(self, group: dict[str, Any], skip: torch.Tensor | None) -> None:
         """The group's step, which begins at 1; skipped ones do not count."""
@@ -199,14 +226,6 @@ class FusedAdam(FusedOptimizer):
             grad_scale=None if factor is None else core(factor.to(device)),
             skip=None if skip is None else core(skip.to(device)),
         )
-
-    def _quantize(self, params: list[Any]) -> None:
-        """Quantize masters into their parameters: one launch for those alike, one message of shards that agree."""
-        if not params:
-            return
-        end_all([change_to(local(p), local(self._states.read(p, MASTER))) for p in params])
-        for p in params:
-            changed(p)
 
     # --------------------------------------------------------------------------------------------- the rest
 

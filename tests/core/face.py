@@ -27,7 +27,7 @@ from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
 from te_core.ops.context import Span
 from te_core.ops.kv_cache import KVCache
 from te_core.ops.norm import Branch
-from te_core.ops.optimizer import AdamRule, AdamTensors, SgdRule, SgdTensors
+from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamTensors, SgdRule, SgdTensors
 from te_core.ops.quantize import ScalingState
 from te_core.quantize.state import Scales
 from te_core.quantized import Cast, Format
@@ -96,7 +96,10 @@ def _lists(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     a, b, half = tensor(rt, ROWS), tensor(rt, ROWS), tensor(rt, ROWS, dtype=dtypes.float16)
     one, none, step = tensor(rt, 1, value=1.0), tensor(rt, 1, value=0.0), rt.tensor(np.array([3], np.int32))
     states = half, tensor(rt, ROWS, dtype=E4M3, value=1.0), None, tensor(rt, 3)
+    matrices = [tensor(rt, ROWS, WIDTH, value=1.0) for _ in range(4)]
+    weight = AdamQuantized(*matrices, ops.quantize(rt, matrices[3], cast(rt)), cast(rt))
     return {
+        "adam_quantized": (([weight], AdamRule(0.1, 0.9, 0.99, 1e-8, 0.1, 1)), {}),
         "adam": (([AdamTensors(a, b, *states)], AdamRule(one, 0.9, 0.99, 1e-8, 0.1, step, True, True, one, none)), {}),
         "norm_many": (([[a, b], [half]],), {"scale": one, "each": True}),
         "scale_many": (([a, b], [b, a], one), {"flag": rt.tensor(np.zeros(1, np.int32))}),

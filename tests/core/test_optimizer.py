@@ -9,12 +9,14 @@ import pytest
 
 from te_core import dtypes, ops
 from te_core.errors import ArgumentError
-from te_core.ops.optimizer import LIMITS, AdamRule, AdamTensors, SgdRule, SgdTensors
+from te_core.ops.optimizer import LIMITS, AdamQuantized, AdamRule, AdamTensors, SgdRule, SgdTensors
+from te_core.ops.quantize import allocate
+from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.covering_lists import covering_lists
-from tests.core.inputs import DTYPES, numpy_dtype, placed
+from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned
 
 #: Nothing, one, tails of 8 and of a block's 16384 elements, several blocks.
 SIZES = (0, 1, 7, 8, 1000, 16384, 16391, 40000)
@@ -199,6 +201,62 @@ def test_cuda_equals_cpu(sort: Any) -> None:
     assert found[0] == found[1]
 
 
+@covering_lists(
+    pytest.mark.parametrize("form", ["tensor", "block"]),
+    pytest.mark.parametrize("fp8", ["float8_e4m3", "float8_e5m2"]),
+    pytest.mark.parametrize("copies", [(True, False), (True, True), (False, True)], ids=str),
+    pytest.mark.parametrize(
+        "kinds", [("bfloat16", "float32", "float32"), ("float32", "bfloat16", "bfloat16")], ids=str
+    ),
+    pytest.mark.parametrize("offset", [0, 1]),
+)
+def test_quantized_in_the_same_pass(rt: Runtime, form: str, fp8: str, copies: Any, kinds: Any, offset: int) -> None:
+    """Bit for bit a step, then a cast: tiles with tails, of matrices of several widths."""
+    rt = poisoned(rt)
+    grad, m, v = kinds
+    made: list[list[Any]] = [[], []]
+    for shape in ((128, 256), (130, 264), (1, 1), (16, 20), (300, 129), (257, 32)):
+        world = World((None, m, v, "float32"), shape[0] * shape[1], grad, seed=shape[1])
+        for some in made:
+            t = world.tensors(rt, offset)
+            parts = [x.reshape(*shape) for x in (t.grad, t.m, t.v, t.master)]
+            given = form == "tensor"
+            cast = Cast(
+                Format(dtypes.dtype(fp8), form, tiled=not given),
+                rowwise=copies[0],
+                columnwise=copies[1],
+                scale=on_device(rt, 0.75, np.float32) if given else None,
+                amax=on_device(rt, 0.5, np.float32) if given else None,
+                power_of_two=not given,
+            )
+            some.append((parts, cast))
+    rule = AdamRule(**RULE)
+    outs: list[list[Any]] = [[allocate(rt, parts[3].shape, cast) for parts, cast in some] for some in made]
+    ours = [AdamQuantized(*parts, out, cast) for (parts, cast), out in zip(made[0], outs[0], strict=True)]
+    ops.adam_quantized(rt, ours, rule)
+    ops.adam(rt, [AdamTensors(parts[0], None, *parts[1:]) for parts, _ in made[1]], rule)
+    for (parts, cast), out in zip(made[1], outs[1], strict=True):
+        ops.quantize(rt, parts[3], cast, out=out)
+    for (mine, cast), (theirs, other), q, r in zip(*made, *outs, strict=True):
+        pairs = [*zip(mine, theirs, strict=True), (cast.amax, other.amax)]
+        pairs += [
+            (getattr(q, n), getattr(r, n)) for n in ("rowwise", "rowwise_scale", "columnwise", "columnwise_scale")
+        ]
+        for a, b in pairs:
+            assert a is b is None or rt.numpy(a).tobytes() == rt.numpy(b).tobytes(), q
+    before = [rt.numpy(x).tobytes() for x in (ours[0].master, outs[0][0].rowwise or outs[0][0].columnwise)]
+    ops.adam_quantized(rt, ours, AdamRule(**RULE, skip=on_device(rt, 1, np.int32)))
+    assert [rt.numpy(x).tobytes() for x in (ours[0].master, outs[0][0].rowwise or outs[0][0].columnwise)] == before
+
+
+def test_what_is_not_quantized_in_a_pass(rt: Runtime) -> None:
+    t = World((None, "float32", "float32", "float32"), 64, "bfloat16").tensors(rt)
+    parts = [x.reshape(8, 8) for x in (t.grad, t.m, t.v, t.master)]
+    current = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False)
+    with pytest.raises(ArgumentError, match="a given scale or tiles"):
+        ops.adam_quantized(rt, [AdamQuantized(*parts, allocate(rt, (8, 8), current), current)], AdamRule(**RULE))
+
+
 # ------------------------------------------------------------------------------------------------------- SGD
 
 
@@ -295,6 +353,8 @@ def test_arguments(rt: Runtime) -> None:
             ops.adam(rt, [wrong], rule)
     with pytest.raises(ArgumentError, match="one sort"):
         ops.adam(rt, [t, World(SORTS[1], 64, "bfloat16").tensors(rt)], rule)
+    with pytest.raises(ArgumentError, match="one sort"):
+        ops.adam(rt, [t, t._replace(v=rt.tensor(np.zeros(64, numpy_dtype("bfloat16"))))], rule)
     with pytest.raises(ArgumentError, match="step=0"):
         ops.adam(rt, [t], AdamRule(**{**RULE, "step": 0}))
     with pytest.raises(ArgumentError, match="lr"):

@@ -12,13 +12,14 @@ import torch
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops import raw as ops
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_torch import optimizers as opt
 from tests.backends import devices, requires_cuda
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.uint8
-#: The type of parameters of up to 3, options; how far ten steps may be from float64's, in steps of lr. (A float16 master is
-#: rounded by 7e-4 in each; an FP8 moment by a sixteenth.)
+#: The type of parameters of up to 3, options; how far ten steps may be from float64's, in steps of lr. (Each rounds a
+#: float16 master by 7e-4, and an FP8 moment by a sixteenth.)
 FORMATS: list[tuple[torch.dtype, dict[str, Any], float]] = [
     (F32, {}, 1e-4),
     (F32, {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, 0.1),
@@ -280,8 +281,11 @@ def test_clipping(device: str, most: float) -> None:
     "recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()], ids=lambda r: type(r).__name__
 )
 @pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}], ids=str)
-def test_quantized_weights(device: str, recipe: Any, options: dict[str, Any]) -> None:
+def test_quantized_weights(monkeypatch: pytest.MonkeyPatch, device: str, recipe: Any, options: dict[str, Any]) -> None:
     """A weight in FP8 is its master, quantized; a master begins as the weight's values."""
+    calls: list[str] = []
+    one_pass = ops.adam_quantized
+    monkeypatch.setattr(ops, "adam_quantized", lambda *args: (calls.append("adam_quantized"), one_pass(*args)))
     with te.quantized_model_init(recipe=recipe):
         layer = te.Linear(128, 256, device=device, params_dtype=BF16)
     beside = torch.nn.Parameter(layer.weight.dequantize().float())
@@ -298,6 +302,8 @@ def test_quantized_weights(device: str, recipe: Any, options: dict[str, Any]) ->
             optimizer.zero_grad()
         master = mine.state[layer.weight]["master_param"]
         assert torch.equal(master, beside)
+        assert calls.count("adam_quantized") == (type(recipe) is not Float8CurrentScaling)
+        calls.clear()
         again = copy.deepcopy(layer.weight).quantize_(master)
         assert torch.equal(again.dequantize(), layer.weight.dequantize())
         with te.autocast(recipe=recipe):

@@ -10,12 +10,13 @@ import numpy as np
 from te_core import dtypes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import CHUNK, F32, Executor, scratch
-from te_core.backends.cpu.quantize import current_scale
+from te_core.backends.cpu.quantize import current_scale, quantize
+from te_core.backends.cpu.quantize_block import quantize_block
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.optimizer import AdamRule, AdamSpec, AdamTensors, SgdRule, SgdTensors
+    from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamSpec, AdamTensors, SgdRule, SgdTensors
 
 _f32 = np.float32
 
@@ -108,6 +109,17 @@ def adam(rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamTensors], rule: Adam
                 param.write(part, p)
         for state in (moment, square, value):
             state.close()
+
+
+def adam_quantized(rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamQuantized], rule: AdamRule) -> None:
+    """A step of the masters, which are then quantized."""
+    if rule.skip is not None and rule.skip.numpy().view(np.uint32)[0]:
+        return
+    from te_core.ops.optimizer import AdamTensors
+
+    adam(rt, spec, [AdamTensors(t.grad, None, t.m, t.v, t.master) for t in tensors], rule)
+    for t in tensors:
+        (quantize_block if t.cast.format.scaling == "block" else quantize)(rt, t.master, t.cast, t.out, None)
 
 
 @np.errstate(all="ignore")
