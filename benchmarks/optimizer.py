@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+import te_torch as te
 from benchmarks import harness
 from benchmarks.end_to_end import Llama, Size
+from benchmarks.modules import RECIPES
 from te_torch import optimizers as opt
 
 F32, BF16, F16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
@@ -32,25 +34,16 @@ FORMATS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def _shapes() -> list[tuple[int, ...]]:
-    """Of the model's parameters; a smaller one without a GPU."""
-    size = Size() if harness.gpu() else Size(layers=1, hidden=64, inside=128, heads=4, groups=2, words=256)
-    device = harness.device
-    harness.device = lambda: torch.device("meta")  # type: ignore[assignment]
-    try:
-        return [tuple(p.shape) for p in Llama(size).parameters()]
-    finally:
-        harness.device = device
+def _model() -> Llama:
+    """A smaller one without a GPU."""
+    return Llama(Size() if harness.gpu() else Size(layers=1, hidden=64, inside=128, heads=4, groups=2, words=256))
 
 
 def measure() -> Iterator[harness.Row]:
     """A row for each optimizer; `beside` is torch's fused AdamW in the same turns."""
-    where: Any = {"device": harness.device(), "dtype": BF16}
-    params = [torch.nn.Parameter(torch.randn(shape, **where) * 0.02) for shape in _shapes()]
+    params = _with_gradients(_model(), None)
     count = sum(p.numel() for p in params)
-    for p in params:
-        p.grad = torch.randn_like(p) * 1e-3
-    source = torch.randn(count // 4 * 2, **where)
+    source = torch.randn(count // 4 * 2, device=harness.device(), dtype=BF16)
     target = torch.empty_like(source)
     copy: harness.Work = lambda: target.copy_(source)  # noqa: E731
     theirs = torch.optim.AdamW(params, lr=1e-5, fused=True)
@@ -68,6 +61,36 @@ def measure() -> Iterator[harness.Row]:
     del theirs
     sgd = opt.FusedSGD(params, lr=1e-5, momentum=0.9)
     yield _row("FusedSGD, momentum bf16", sgd.step, copy, count * 10, source.nbytes, None)
+
+
+def measure_quantized() -> Iterator[harness.Row]:
+    """Of a model whose layers' weights are in FP8, with float32 masters and moments in bf16."""
+    for name in ("delayed", "current", "block"):
+        recipe = RECIPES[name]
+        with te.quantized_model_init(recipe=recipe):
+            model = _model()
+        params = _with_gradients(model, recipe)
+        count = sum(p.numel() for p in params)
+        narrow = sum(p.numel() for p in params if hasattr(p, "_quantizer"))
+        source = torch.randn(count // 4 * 2, device=harness.device(), dtype=BF16)
+        target = torch.empty_like(source)
+        copy: harness.Work = lambda t=target, s=source: t.copy_(s)  # type: ignore[misc]  # noqa: E731
+        options: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
+        step = opt.FusedAdam(params, lr=1e-5, master_weights=True, **options).step
+        yield _row(
+            f"FP8 weights, {name}", step, copy, count * (2 + 8 + 8) + narrow + 2 * (count - narrow), source.nbytes, None
+        )
+        del model, params, step
+        harness.free()
+
+
+def _with_gradients(model: Llama, recipe: Any) -> list[Any]:
+    """The parameters behind a short forward and backward, which also sets scales."""
+    words = torch.arange(128, device=harness.device()).view(1, 128)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        loss = model(words, words)
+    loss.backward()
+    return list(model.parameters())
 
 
 def _row(
@@ -89,4 +112,4 @@ def _row(
 
 
 if __name__ == "__main__":
-    print(harness.table([*measure()]), file=sys.stdout)
+    print(harness.table([*measure(), *measure_quantized()]), file=sys.stdout)

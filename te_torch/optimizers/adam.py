@@ -150,8 +150,8 @@ class FusedAdam(FusedOptimizer):
                 changed(p, tensors.param.owner)  # type: ignore[union-attr]
 
     def _step_quantized(self, rt: Runtime, some: list[tuple[Any, AdamTensors]], rule: AdamRule) -> None:
-        """Masters, and the bytes of their parameters: in one pass where the scale is given or of a tile. Others are cast
-        afterwards, those alike in one launch, those of shards that agree on a maximum after one message.
+        """Masters, and the bytes of their parameters: in one pass where the scale is given or of a tile. Others are
+        cast afterwards, those alike in one launch, those of shards that agree on a maximum after one message.
         """
         passes: dict[Any, list[AdamQuantized]] = {}
         apart, together = [], []
@@ -160,7 +160,9 @@ class FusedAdam(FusedOptimizer):
             if kept is None or kept.group is not None or not fuses(kept.cast, tensors.m.dtype, tensors.v.dtype, master):
                 apart.append((p, tensors))
                 continue
-            parts = [t.reshape(*kept.q.shape) for t in (tensors.grad, tensors.m, tensors.v, master)]  # type: ignore[union-attr]
+            parts: Any = [
+                t.reshape(*kept.q.shape) for t in (tensors.grad, tensors.m, tensors.v, master) if t is not None
+            ]
             cast = kept.cast
             found = passes.setdefault((cast.key, cast.epsilon, cast.power_of_two), [])
             found.append(AdamQuantized(*parts, kept.q, cast))
