@@ -165,7 +165,7 @@ class FusedAdam(FusedOptimizer):
             ]
             cast = kept.cast
             found = passes.setdefault((cast.key, cast.epsilon, cast.power_of_two), [])
-            found.append(AdamQuantized(*parts, kept.q, cast))
+            found.append(AdamQuantized._make([*parts, kept.q, cast]))
             together.append(p)
         for matrices in passes.values():
             ops.adam_quantized(rt, matrices, rule)
