@@ -8,13 +8,13 @@
 // grad of GRAD, param of PARAM (WRITES_PARAM), m of MEAN, v of SQUARE, master: NO_MASTER, FLOAT, HALF, or REMAINDER, the low half
 // of a float whose high half the parameter is. u8 is E4M3. Both it and fp16 states are stored divided by *scales.
 //
-// -D CAPACITY=… (64 bytes each: 60 fit the 4 KB of every device, 504 the 32,764 bytes of CUDA 12.1 and later)
+// -D CAPACITY=… (72 bytes each: 52 fit the 4 KB of every device, 448 the 32,764 bytes of CUDA 12.1 and later)
 // options: -default-device
-// compile-check: GRAD=bf16 PARAM=bf16 WRITES_PARAM=1 MEAN=bf16 SQUARE=bf16 MASTER=NO_MASTER DECOUPLED=1 CAPACITY=504
-// compile-check: GRAD=bf16 PARAM=bf16 WRITES_PARAM=1 MEAN=float SQUARE=float MASTER=FLOAT DECOUPLED=1 CAPACITY=60
-// compile-check: GRAD=float PARAM=bf16 WRITES_PARAM=1 MEAN=u8 SQUARE=fp16 MASTER=REMAINDER DECOUPLED=0 CAPACITY=60
-// compile-check: GRAD=fp16 PARAM=fp16 WRITES_PARAM=1 MEAN=fp16 SQUARE=u8 MASTER=HALF DECOUPLED=1 CAPACITY=60
-// compile-check: GRAD=bf16 PARAM=bf16 WRITES_PARAM=0 MEAN=float SQUARE=float MASTER=FLOAT DECOUPLED=1 CAPACITY=60
+// compile-check: GRAD=bf16 PARAM=bf16 WRITES_PARAM=1 MEAN=bf16 SQUARE=bf16 MASTER=NO_MASTER DECOUPLED=1 AMAX=0 CAPACITY=448
+// compile-check: GRAD=bf16 PARAM=bf16 WRITES_PARAM=1 MEAN=float SQUARE=float MASTER=FLOAT DECOUPLED=1 AMAX=0 CAPACITY=52
+// compile-check: GRAD=float PARAM=bf16 WRITES_PARAM=1 MEAN=u8 SQUARE=fp16 MASTER=REMAINDER DECOUPLED=0 AMAX=0 CAPACITY=52
+// compile-check: GRAD=fp16 PARAM=fp16 WRITES_PARAM=1 MEAN=fp16 SQUARE=u8 MASTER=HALF DECOUPLED=1 AMAX=0 CAPACITY=52
+// compile-check: GRAD=bf16 PARAM=bf16 WRITES_PARAM=0 MEAN=float SQUARE=float MASTER=FLOAT DECOUPLED=1 AMAX=1 CAPACITY=52
 #include "common/adam.cuh"
 #include "common/tensors.cuh"
 
@@ -31,6 +31,7 @@ struct Entry {
     SQUARE* v;
     W* master;
     float* scales;  // of m, v, master
+    float* amax;    // AMAX: raised to max |p|
     i64 count;
     u32 first;
     u32 vector;  // whether all of them begin on 16 bytes
@@ -99,7 +100,7 @@ template <int N> __device__ __forceinline__ void write_values(const Entry& e, i6
     }
 }
 
-// A step of the elements of a piece: written, or (maxima) only looked at.
+// A step of the elements of a piece: written, or only looked at (for the maxima).
 template <bool WRITES, int N>
 __device__ __forceinline__ void piece(const Entry& e, i64 at, const AdamRule& rule, const Scales& scales,
                                       float (&tops)[3]) {
@@ -110,17 +111,18 @@ __device__ __forceinline__ void piece(const Entry& e, i64 at, const AdamRule& ru
     read_values<N>(e, at, scales.read[2], p);
 #pragma unroll
     for (int j = 0; j < N; ++j) adam_step<DECOUPLED>(rule, g[j], p[j], m[j], v[j]);
-    if constexpr (WRITES) {
-        write_state<N>(e.m + at, scales.write[0], m);
-        write_state<N>(e.v + at, scales.write[1], v);
-        write_values<N>(e, at, scales.write[2], p);
-    } else {
+    if constexpr (!WRITES || AMAX) {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             tops[0] = fmaxf(tops[0], fabsf(m[j]));
             tops[1] = fmaxf(tops[1], fabsf(v[j]));
             tops[2] = fmaxf(tops[2], fabsf(p[j]));
         }
+    }
+    if constexpr (WRITES) {
+        write_state<N>(e.m + at, scales.write[0], m);
+        write_state<N>(e.v + at, scales.write[1], v);
+        write_values<N>(e, at, scales.write[2], p);
     }
 }
 
@@ -153,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) adam(const __grid_c
     const Entry& e = table.group[number];
     const AdamRule rule = with_numbers(table.rule);
     Scales scales = {};
-    float tops[3];
+    float tops[3] = {};
     if constexpr (SCALED_M || SCALED_V || SCALED_W) {
         constexpr float LIMITS[3] = {Limit<MEAN>::value, Limit<SQUARE>::value, Limit<W>::value};
         const float* mine = table.maxima + 8 * number;
@@ -169,4 +171,9 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) adam(const __grid_c
     each_piece(blockIdx.x - e.first, e.count, e.vector != 0, [&](auto n, i64 at) {
         piece<true, decltype(n)::value>(e, at, rule, scales, tops);
     });
+    if constexpr (AMAX) {
+        __shared__ float scratch[32];
+        const float top = block_max<TENSOR_THREADS>(tops[2], scratch);
+        if (threadIdx.x == 0) atomic_raise(e.amax, top);
+    }
 }

@@ -47,6 +47,7 @@ class AdamTensors(NamedTuple):
     v: Tensor
     master: Tensor | None = None
     scales: Tensor | None = None  # float32 [3], where anything is stored divided by one
+    amax: Tensor | None = None  # float32 [1], raised to max |p|, a NaN ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class AdamSpec:
     m: DType
     v: DType
     master: DType | None
+    amax: bool = False
 
     @property
     def scaled(self) -> tuple[float, float, float]:
@@ -93,13 +95,16 @@ def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
     op = "adam"
     if not tensors:
         return
-    spec = AdamSpec(*[_check.dtype(t) for t in tensors[0][:5]])  # type: ignore[arg-type]
+    spec = AdamSpec(*[_check.dtype(t) for t in tensors[0][:5]], amax=tensors[0].amax is not None)  # type: ignore[arg-type]
     _check_adam(op, spec)
     for t in tensors:
         _check_list(op, rt, AdamTensors._fields[:5], t[:5], tensors[0][:5])
         if any(spec.scaled):
             _check.result(op, rt.device, "scales", t.scales, (3,), (dtypes.float32,))
             _check.require(t.scales is not None, op, f"no scales for {spec}", "scales, float32 [3]", "pass scales")
+        _check.result(op, rt.device, "amax", t.amax, (1,), (dtypes.float32,))
+        if (t.amax is None) != (spec.amax is False):
+            raise ArgumentError(op, "amax of some tensors", "amax of all or of none", "call it for each sort")
     _check_rule(op, rt, rule)
     rt.backend.adam(rt, spec, [t for t in tensors if t.grad.size], rule)
 

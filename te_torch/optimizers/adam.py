@@ -41,6 +41,7 @@ class FusedAdam(FusedOptimizer):
         "set_grad_none",
         "store_param_remainders",
         "use_decoupled_grad",
+        "_formats",
         "_states",
     )
 
@@ -74,7 +75,7 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode, self.capturable = adam_w_mode, capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.store_param_remainders = store_param_remainders
-        formats = Formats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, store_param_remainders)
+        self._formats = Formats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, store_param_remainders)
         self._note_set_grad_none(set_grad_none)
         defaults = {
             "lr": lr,
@@ -84,7 +85,7 @@ class FusedAdam(FusedOptimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
-        self._states = States(self.state, formats, master_weights)
+        self._states = States(self.state, self._formats, master_weights)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """A group, whose step begins where it is added."""
@@ -171,8 +172,13 @@ class FusedAdam(FusedOptimizer):
             ops.adam_quantized(rt, matrices, rule)
         for p in together:
             local(p)._wrote()
+        maxima: list[Any] = [None] * len(apart)
+        if rule.skip is None and self._formats.master is torch.float32:  # else they are not those of what is stored
+            maxima = [*torch.zeros((len(apart), 1), dtype=torch.float32, device=local(some[0][0]).device)]
+            apart = [(p, t._replace(amax=core(a))) for (p, t), a in zip(apart, maxima, strict=True)]
         ops.adam(rt, [tensors for _, tensors in apart], rule)
-        end_all([change_to(local(p), local(self._states.read(p, MASTER))) for p, _ in apart])
+        values = [local(self._states.read(p, MASTER)) for p, _ in apart]
+        end_all([change_to(local(p), v, a) for (p, _), v, a in zip(apart, values, maxima, strict=True)])
         for p, _ in some:
             changed(p)
 

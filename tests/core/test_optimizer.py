@@ -135,6 +135,20 @@ def test_adam(rt: Runtime, sort: Any, grad: str, decoupled: bool, offset: int) -
         np.testing.assert_array_equal(rt.numpy(t.grad), world.grad)
 
 
+def test_maxima_of_what_was_updated(rt: Runtime) -> None:
+    """Raised, never lowered, whatever the master is held in."""
+    for sort in (SORTS[0], SORTS[3], SORTS[5], SORTS[7]):
+        worlds = [World(sort, size, "bfloat16") for size in (7, 40000)]
+        amaxes = [on_device(rt, value, np.float32) for value in (100.0, 0.0)]
+        tensors = [w.tensors(rt)._replace(amax=amax) for w, amax in zip(worlds, amaxes, strict=True)]
+        ops.adam(rt, tensors, AdamRule(**RULE))
+        assert rt.numpy(amaxes[0])[0] == 100
+        np.testing.assert_allclose(rt.numpy(amaxes[1])[0], np.abs(worlds[1].expected(RULE)[2]).max(), rtol=1e-5)
+        check(rt, worlds[1], tensors[1], RULE)
+    with pytest.raises(ArgumentError, match="all or of none"):
+        ops.adam(rt, [tensors[0], tensors[1]._replace(amax=None)], AdamRule(**RULE))
+
+
 def test_more_tensors_than_a_table_holds(rt: Runtime) -> None:
     """Small, with a part of a block each: 130 in three small tables, or one large."""
     worlds = [World(("bfloat16", "float8_e4m3", "float16", "float32"), 3 + i, "bfloat16", seed=i) for i in range(130)]

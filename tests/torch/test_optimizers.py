@@ -314,6 +314,25 @@ def test_quantized_weights(monkeypatch: pytest.MonkeyPatch, device: str, recipe:
         opt.FusedSGD([layer.weight], lr=0.1)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()], ids=lambda r: type(r).__name__
+)
+def test_a_skipped_step_leaves_quantized_weights(device: str, recipe: Any) -> None:
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(128, 256, device=device, params_dtype=BF16)
+    mine = opt.FusedAdam(layer.parameters(), lr=0.01, master_weights=True, capturable=True)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0)
+    scaler.scale(torch.ones((), device=device))
+    for value in (1.0, torch.inf):
+        before = layer.weight.dequantize()
+        for p in layer.parameters():
+            p.grad = torch.full(p.shape, value, dtype=BF16, device=device)
+        mine.step(grad_scaler=scaler)
+        assert torch.equal(before, layer.weight.dequantize()) == (value == torch.inf)
+    assert int(mine.param_groups[0]["step"]) == 1
+
+
 # ------------------------------------------------------------------------------------------------- torch's states
 
 

@@ -102,6 +102,8 @@ def adam(rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamTensors], rule: Adam
             if rule.decoupled:
                 u = u + decay * p
             p = p - lr * u
+            if t.amax is not None:
+                np.maximum(t.amax.numpy(), codec.amax(p), out=t.amax.numpy())
             moment.write(part, m)
             square.write(part, v)
             value.write(part, p)

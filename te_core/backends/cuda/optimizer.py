@@ -25,7 +25,7 @@ _SIDE = 128  # of a tile of adam_quantized.cu
 _STATES = TYPES | {dtypes.float8_e4m3: "u8"}
 _MASTERS = {None: "NO_MASTER", dtypes.float32: "FLOAT", dtypes.float16: "HALF", dtypes.int16: "REMAINDER"}
 _RULE = "QQ10f"  # AdamRule of common/adam.cuh
-_ADAM, _ADAM_TAIL = struct.Struct("=6QqII"), struct.Struct(f"={_RULE}QI4x")  # Entry and what follows, of adam.cu
+_ADAM, _ADAM_TAIL = struct.Struct("=7QqII"), struct.Struct(f"={_RULE}QI4x")  # Entry and what follows, of adam.cu
 _TILES, _TILES_TAIL = struct.Struct("=10Q2i2I"), struct.Struct(f"={_RULE}fiI4x")  # of adam_quantized.cu
 _SGD, _SGD_TAIL = struct.Struct("=4QqII"), struct.Struct("=5f3iI4x")  # of sgd.cu
 _MANY, _MANY_TAIL = struct.Struct("=2QqII"), struct.Struct("=3QqfII4x")  # of many.cu
@@ -73,7 +73,7 @@ def _flat(tensors: Sequence[Sequence[Tensor | None]], pointers: int) -> list[Row
         addresses += [0] * (pointers - len(addresses))
         size, bits = one[0].size, 0  # type: ignore[union-attr]
         for t in one:
-            if t is not None and t.size == size:  # scales are read one by one
+            if t is not None and t.size == size:  # scales and maxima are read one by one
                 bits |= t.ptr
         rows.append(((*addresses, size), -(-size // ELEMENTS), int(not bits & 15)))
     return rows
@@ -91,10 +91,11 @@ def adam(rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamTensors], rule: Adam
         "SQUARE": _STATES[spec.v],
         "MASTER": _MASTERS[spec.master],
         "DECOUPLED": rule.decoupled,
+        "AMAX": spec.amax,
     }
     numbers = _rule(rt, rule)
     scaled = any(spec.scaled)
-    for launch in _launches(_ADAM, _ADAM_TAIL, _flat(tensors, 6)):
+    for launch in _launches(_ADAM, _ADAM_TAIL, _flat(tensors, 7)):
         maxima = 0
         if scaled:
             maxima = rt.workspace("maxima of states", 4 * _MAXIMA * launch.entries)
