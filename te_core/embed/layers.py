@@ -88,6 +88,7 @@ class Opened:
         ]:
             raise ArgumentError(_OPEN, f"an option {option!r}", "options that no shape says", "leave it out")
         settled = self.named.layer.settled(_OPEN, self.options)
+        settled |= {"stream": True} if "stream" in settled else {}  # a residual may come with a call
         asked = Asked(settled, dtypes.float32, frozenset(self.needs), self.precision)
         self.names = [*self.named.arguments, *["seed"] * self.named.layer.draws(asked)]
         self.program = Program()  # what was recorded: te_layer_save writes it
@@ -106,7 +107,7 @@ class Opened:
             argument = self.named.arguments.get(name)
             said = ("2" if len(self.named.pairs) == 1 else f"{self.named.pairs[0]} 2"), "int64"
             shape, kind = said if argument is None else (" ".join(argument.letters(self.options)), argument.dtypes)
-            flags.append(0 if argument is None else argument.optional + 2 * (name in self.needs))
+            flags.append(1 if argument is None else argument.optional + 2 * (name in self.needs))
             texts += [name, shape, kind]
         for i, name in enumerate(self.named.layer.outputs):
             flags.append(int(i > 0) + 2)

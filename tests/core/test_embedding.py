@@ -1,0 +1,116 @@
+"""Layers from C: by te_core in an interpreter that C finds or starts, and on a GPU by what was recorded there."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from te_core import functional, dtypes
+from te_core.recipe import Recipe
+from te_core.tensor import from_numpy
+from tests.backends import HARDWARE
+from tests.core.c_library import FOLDER, CLayer, CRuntime, DLTensor, PlayerError, check, host_tensor, library
+from tests.core.test_program_c import made
+from tests.functional_cases import FUNCTIONS, OF_RECIPES, Right, right
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason=f"{HARDWARE}no C compiler")
+
+ARGUMENT, UNSUPPORTED, MEMORY = 1, 2, 6
+LAYERS = [name for name in FUNCTIONS if name != "grouped_linear"]
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[CRuntime]:
+    made = CRuntime(device_type=1)
+    yield made
+    made.destroy()
+
+
+def said(recipe: Recipe | None, options: dict[str, Any]) -> str:
+    """The options of a layer as C gives them."""
+    found = {name: value for name, value in options.items() if name != "seed"}
+    if recipe is not None:
+        fields = {"amax_history_len": 3} if type(recipe).__name__ == "DelayedScaling" else {}
+        found["recipe"] = {type(recipe).__name__: fields}
+    return json.dumps(found)
+
+
+def like(array: Any) -> np.ndarray[Any, Any]:
+    """Memory for a result, with something in it."""
+    return np.full(array.shape, 3, array.dtype)
+
+
+class Called:
+    """A layer of a right call, in C."""
+
+    def __init__(self, runtime: CRuntime, case: Right) -> None:
+        name, self.case = case.function.layer.name, case
+        scaled = case.recipe is not None
+        self.layer = CLayer(runtime.handle, name, said(case.recipe, case.options), scaled)
+        inputs, self.outputs = self.layer.slots()
+        self.names = [slot.name.decode() for slot in inputs]
+        arrays = dict(case.arrays)
+        if "seed" in self.names:
+            shape = [int(n) for n in inputs[self.names.index("seed")].shape.split()]
+            arrays["seed"] = case.options["seed"] = np.arange(7, 7 + np.prod(shape), dtype=np.int64).reshape(shape)
+        self.arrays = [arrays.get(n) for n in self.names]
+
+    def given(self) -> list[DLTensor | None]:
+        """What it takes."""
+        return [None if a is None else host_tensor(from_numpy(a)) for a in self.arrays]
+
+    def forward(self, like_these: list[Any], keep: bool = True) -> tuple[list[Any], Any]:
+        """(outputs, what was kept)."""
+        found = [like(a) for a in like_these]
+        saved = self.layer.forward(self.given(), [host_tensor(from_numpy(a)) for a in found], keep)
+        return found, saved
+
+    def backward(self, saved: Any, dy: list[Any], wanted: dict[str, Any]) -> dict[str, Any]:
+        """Gradients by name."""
+        found = {name: like(a) for name, a in wanted.items()}
+        into = [host_tensor(from_numpy(found[n])) if n in found else None for n in self.names]
+        self.layer.backward(saved, [host_tensor(from_numpy(a)) for a in dy], into)
+        return found
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    one, other = np.asarray(one), np.asarray(other)
+    return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_gives_what_te_core_gives(cpu: CRuntime, name: str) -> None:
+    """Outputs and gradients bit for bit; fewer gradients are the same ones."""
+    kinds = ("plain", "delayed", "current", "block") if name in OF_RECIPES else ("plain",)
+    for seed, kind in enumerate(kind for kind in kinds for _ in range(3)):
+        case, r = right(seed, name, kind), random.Random(seed)
+        scaling = case.scaling()
+        state = {} if scaling is None else {"scaling": scaling}
+        called = Called(cpu, case)
+        for step in range(2):
+            y, back = case.function(**case.arrays, **case.options, recipe=case.recipe, **state)
+            outputs = list(y) if isinstance(y, tuple) else [y]
+            mine, saved = called.forward(outputs)
+            assert all(map(equal, mine, outputs))
+            dy = [(np.random.default_rng(seed).standard_normal(o.shape) * 0.5).astype(o.dtype) for o in outputs]
+            grads = {n: g for n, g in back(tuple(dy) if len(dy) > 1 else dy[0]).items() if g is not None}
+            wanted = grads if step == 0 else {n: g for n, g in grads.items() if r.random() < 0.5}
+            found = called.backward(saved, dy, wanted)
+            assert all(equal(found[n], g) for n, g in wanted.items()), (seed, kind, [*wanted])
+            if scaling is not None:
+                functional.update(scaling)
+                called.layer.update()
+        called.layer.free()
