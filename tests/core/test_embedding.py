@@ -17,11 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from te_core import functional, dtypes
-from te_core.recipe import Recipe
+from te_core import calls, dtypes, functional
+from te_core.embed import doors
+from te_core.embed.layers import Opened, State
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from te_core.tape import taped
 from te_core.tensor import from_numpy
 from tests.backends import HARDWARE
-from tests.core.c_library import FOLDER, CLayer, CRuntime, DLTensor, PlayerError, check, host_tensor, library
+from tests.core.c_library import FOLDER, CLayer, CRuntime, DLTensor, PlayerError, check, host_tensor, library, stub
+from tests.core.fake_cuda import Machine, Make
+from tests.core.program_proof import Proof, compare
+from tests.core.tape_cases import Maker
 from tests.core.test_program_c import made
 from tests.functional_cases import FUNCTIONS, OF_RECIPES, Right, right
 
@@ -114,3 +120,96 @@ def test_a_layer_gives_what_te_core_gives(cpu: CRuntime, name: str) -> None:
                 functional.update(scaling)
                 called.layer.update()
         called.layer.free()
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU that is fake
+
+
+class OnStub(Proof):
+    """A layer of te_core on the fake CUDA, and the same in C on the stub: both ask for the same."""
+
+    def __init__(self, machine: Machine, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(machine, patch)
+        self.allocator.alignment = 256  # type: ignore[attr-defined]
+        self.rt = self.rt.apart()
+        self.c.destroy()
+        self.c = CRuntime(self._take, self.memory.drop_in_c)
+        self.kept: set[int] = set()  # what the last call has taken
+
+    def _take(self, nbytes: int, alignment: int, stream: int) -> int:
+        if self.memory.given:
+            return self.memory.take_in_c(nbytes, alignment, stream)
+        return self.memory.fresh(nbytes)
+
+    def compared(self, python: Any, c: Any) -> tuple[Any, Any]:
+        """What both give, the second of which has to ask for what the first one asks for."""
+        self.doors.lines.clear()
+        self.memory.given = []
+        result = python()
+        lines, given = [*self.doors.lines], [*self.memory.given]
+        stub().stub_clear()
+        mine = c()
+        played = stub().stub_log().decode().splitlines()
+        compare(lines, played[: len(lines)])
+        behind = [line.split()[:2] for line in played[len(lines) :]]  # backward gives back what forward has kept
+        assert all(what == "drop" and int(at, 16) in self.kept for what, at in behind), behind
+        self.kept = set(given)
+        assert not self.memory.given
+        return result, mine
+
+    def recorded(self, python: Any, c: Any) -> Any:
+        """What both give first. C's fails at a kernel that the stub was not told of, and works when it is called again."""
+        self.memory.given = []
+        result = python()
+        try:
+            return result, c()
+        except PlayerError as error:
+            assert "cuLaunchKernel in step" in str(error)
+        self.memory.given = []
+        for opened in [one for one in doors._things.values() if isinstance(one, Opened)]:
+            for f in opened.program.functions:
+                stub().stub_arguments(f.name.encode(), f.letters.replace("r", "p").encode())
+        return result, c()
+
+
+@pytest.mark.parametrize("recipe", ["plain", "delayed", "current"])
+@pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp"])
+def test_on_a_gpu_programs_play(make: Make, monkeypatch: pytest.MonkeyPatch, name: str, recipe: str) -> None:
+    """A call of known shapes asks the driver and cuBLASLt for what te_core's replay asks for, address by address."""
+    proof = OnStub(make(), monkeypatch)
+    taped.set_when("first")
+    rt, kind = proof.rt, {"plain": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}[recipe]
+    layer = CLayer(proof.c.handle, name, said(kind, {}), scaled=recipe == "delayed")
+    maker, sizes = Maker(rt), {"K": 64, "N": 96, "F": 128, "F'": 128, "...": 32}
+    slots = [slot for slot in layer.slots()[0] if not slot.name.startswith(b"residual")]
+    given = [maker(*[sizes[letter] for letter in slot.shape.decode().split()]) for slot in slots]
+    needs = frozenset(slot.name.decode() for slot in slots)
+    call = calls.call(name, {}, dtypes.bfloat16, needs, kind)
+    arguments = [*given, *[None] * (len(call.layer.arguments) - len(given))]
+    (state,) = [one for one in doors._things.values() if isinstance(one, State)] or [None]
+    more = {} if state is None else {"scales": state.scales}
+    y, dy = maker(32, 96), maker(32, 96)
+    fresh = [None if t is None else host_tensor(t) for t in given]
+    out = host_tensor(y)
+    out.data = None
+
+    def forward() -> Any:
+        out.data = None
+        return layer.forward(fresh, [out])
+
+    def gradients() -> list[Any]:
+        found = [host_tensor(t) for t in given]
+        for t in found:
+            t.data = None
+        return found
+
+    rest = [None] * (len(call.layer.outputs) - 1)
+    for both in (proof.recorded, proof.compared, proof.compared):
+        (outputs, saved), kept = both(lambda: call.forward(rt, *arguments, **more), forward)
+        into = gradients()
+        back, _ = both(
+            lambda: call.backward(rt, dy, *rest, saved, **more), lambda: layer.backward(kept, [host_tensor(dy)], into)
+        )
+        if both == proof.compared:
+            assert [t.data for t in (out, *into)] == [t.ptr for t in (outputs[0], *back[: len(given)])]
+    proof.c.destroy()
