@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import random
@@ -12,19 +13,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from te_core import calls, dtypes, functional
+from te_core import calls, dtypes, functional, libraries
 from te_core.embed import doors
 from te_core.embed.layers import Opened, State
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_core.tape import taped
 from te_core.tensor import from_numpy
 from tests.backends import HARDWARE
-from tests.core.c_library import FOLDER, CLayer, CRuntime, DLTensor, PlayerError, check, host_tensor, library, stub
+from tests.core.c_library import FOLDER, CLayer, CRuntime, DLTensor, PlayerError, built, check, host_tensor, library, stub
 from tests.core.fake_cuda import Machine, Make
 from tests.core.program_proof import Proof, compare
 from tests.core.tape_cases import Maker
@@ -213,3 +215,26 @@ def test_on_a_gpu_programs_play(make: Make, monkeypatch: pytest.MonkeyPatch, nam
         if both == proof.compared:
             assert [t.data for t in (out, *into)] == [t.ptr for t in (outputs[0], *back[: len(given)])]
     proof.c.destroy()
+
+
+def test_the_check_for_gpus_runs(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On fakes, which compute nothing: every copy to the host is the same. So it is ready where a GPU is."""
+    machine, where = make(), str(built() / "libstub.so")
+    copied = lambda host, at, n, stream: ctypes.memset(host, 0x5A, n) * 0  # noqa: E731
+    monkeypatch.setattr(machine.lib, "_cuMemcpyDtoHAsync_v2", copied)
+    monkeypatch.setenv("TE_LIBCUDA", where)
+    monkeypatch.setenv("TE_C_BUILD", str(built()))
+    monkeypatch.setattr(libraries, "file", lambda name: where)
+    monkeypatch.syspath_prepend(str(FOLDER / "tests"))
+    script = importlib.import_module("embedded_on_gpu")
+    same = {"losses": ["step 0 loss 1"], "said": "", "ran as": "nothing"}
+    monkeypatch.setattr(script, "trained", lambda *asked: same)
+    monkeypatch.setattr(script.subprocess, "run", lambda *asked, **more: SimpleNamespace(stdout="step 0 loss 1", stderr=""))
+    stub().stub_mute(1)
+    try:
+        assert script.main(["--build", str(built()), "--out", str(tmp_path / "o.json"), "--steps", "1"]) == 0
+    finally:
+        stub().stub_mute(0)
+    found = json.loads((tmp_path / "o.json").read_text())["layers"]
+    assert len(found) == 16 and list(found.values()).count("equal") == 12
+    assert all("attention" in said for name, said in found.items() if name.startswith("transformer"))

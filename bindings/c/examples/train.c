@@ -7,10 +7,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "te_core.h"
 
-enum { ROWS = 32, WIDTH = 64, INNER = 128, VALUES = ROWS * WIDTH, MOST = 16 };
+enum { ROWS = 32, WIDTH = 64, INNER = 128, VALUES = ROWS * WIDTH };
 
 static const float RATE = 0.5F;
 static int (*retain)(void **, int), (*set_current)(void *), (*take)(uint64_t *, size_t);
@@ -100,6 +101,16 @@ static void step(const array *w, const array *gradient) {
     put(w);
 }
 
+static double now_us(void) {
+    struct timespec now;
+    (void)timespec_get(&now, TIME_UTC);
+    return (double)now.tv_sec * 1e6 + (double)now.tv_nsec / 1e3;
+}
+
+static int later(const void *one, const void *other) {
+    return *(const double *)one > *(const double *)other ? 1 : -1;
+}
+
 int main(int count, char **words) {
     on_gpu = count > 1 && strcmp(words[1], "cuda") == 0;
     const int steps = count > 2 ? atoi(words[2]) : 50;
@@ -136,22 +147,30 @@ int main(int count, char **words) {
     draw(&target, 99, 1.0F, 0.0F);
 
     DLTensor *hidden = in[FIRST], *out = &y.t, *of_out = &dy.t, *of_hidden = grads[FIRST];
+    double *took = calloc((size_t)steps + 1, sizeof *took);
+    must(steps < 1 || took == NULL, "no steps");
     for (int i = 0; i < steps; i++) {
         te_saved *first, *second;
+        double begin = now_us();
         check(te_forward(linear, scaling[0], in, FIRST, &hidden, 1, &first));
         check(te_forward(mlp, scaling[1], in + FIRST, ALL - FIRST, &out, 1, &second));
+        took[i] = now_us() - begin;
         check(te_synchronize(runtime, NULL));
         get(&y);
         const float loss = loss_of(&y, &target, &dy);
-        printf("step %d loss %.6f %a\n", i, (double)loss, (double)loss);
+        printf("step %d loss %.9g\n", i, (double)loss); /* nine digits say all of a float32 */
         put(&dy);
+        begin = now_us();
         check(te_backward(mlp, scaling[1], second, &of_out, 1, grads + FIRST, ALL - FIRST));
         check(te_backward(linear, scaling[0], first, &of_hidden, 1, grads, FIRST));
         check(te_scaling_update(runtime, scaling, 2));
+        took[i] += now_us() - begin;
         check(te_synchronize(runtime, NULL));
         for (int k = 1; k < ALL; k++)
             if (k != FIRST) step(&given[k], &gradient[k]);
     }
+    qsort(took, (size_t)steps, sizeof *took, later);
+    fprintf(stderr, "%.1f us of the host's time for the layers of a step\n", took[steps / 2]);
     if (count > 3) check(te_layer_save(mlp, words[3]));
     te_runtime_destroy(runtime); /* and its layers, and their states */
     te_close();
