@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from te_core import calls, dtypes, functional, libraries
+from te_core import calls, config, dtypes, functional, libraries
 from te_core.embed import doors
 from te_core.embed.layers import Opened, State
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -238,3 +239,104 @@ def test_the_check_for_gpus_runs(make: Make, monkeypatch: pytest.MonkeyPatch, tm
     found = json.loads((tmp_path / "o.json").read_text())["layers"]
     assert len(found) == 16 and list(found.values()).count("equal") == 12
     assert all("attention" in said for name, said in found.items() if name.startswith("transformer"))
+
+
+# -------------------------------------------------------------------------------------------------- processes of their own
+
+
+SHARED = Path(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
+needs_libpython = pytest.mark.skipif(
+    ".so" not in SHARED.name or not SHARED.exists(), reason=f"{HARDWARE}this Python has no shared library"
+)
+ROOT = FOLDER.parents[1]
+ENV = {**os.environ, "TE_CORE_PYTHON": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def ran(*words: Any, **more: Any) -> str:
+    """What a process prints that ends well."""
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env={**ENV, **more}, timeout=280)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def embedding() -> Path:
+    made(built(), str(built() / "embedding"), CFLAGS="-O1 -g")
+    return built() / "embedding"
+
+
+@needs_libpython
+@pytest.mark.parametrize("scenario", ["threads", "wrong", "memory", "forked", "closed"])
+def test_a_process_of_c(embedding: Path, scenario: str) -> None:
+    """bindings/c/tests/embedding.c, by an interpreter that the library starts."""
+    assert ran(embedding, scenario) == "ok\n"
+
+
+@needs_libpython
+@pytest.mark.more
+def test_processes_of_c_under_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TE_CORE_PYTHON", sys.prefix)
+    assert made(tmp_path, "sanitized-embedded").count("ok\n") == 5
+
+
+@needs_libpython
+def test_the_example_trains_as_te_torch_does(tmp_path: Path) -> None:
+    """Each loss is the same float. The library is a shared one, as the flags of te_core.config have it."""
+    flags = [f"-I{FOLDER / 'include'}", f"-L{built()}", f"-Wl,-rpath,{built()}", "-lte_core", "-ldl"]
+    for compiler, source in (("cc", "train.c"), ("c++", "linear.cpp")):
+        if shutil.which(compiler) is not None:
+            ran(compiler, FOLDER / "examples" / source, "-o", tmp_path / source, *flags)
+    losses = ran(tmp_path / "train.c", "cpu", 50).splitlines()
+    assert losses == ran(sys.executable, FOLDER / "tests" / "losses.py", "cpu", 50).splitlines()
+    assert len(losses) == 50 and float(losses[-1].split()[-1]) < 0.3 * float(losses[0].split()[-1])
+    if (tmp_path / "linear.cpp").exists():
+        first, *_, last = [float(line.split()[-1]) for line in ran(tmp_path / "linear.cpp", 20).splitlines()]
+        assert last < 0.9 * first
+
+
+HOST = """
+import ctypes, sys
+from tests.core.c_library import CLayer, CRuntime, PlayerError, library
+runtime = CRuntime(device_type=1)
+assert library().te_python_state() == 0
+layer = CLayer(runtime.handle, "l2_norm")
+assert library().te_python_state() == 1
+if sys.argv[1] == "ends":
+    sys.exit()  # with a layer and a runtime that live
+import _xxsubinterpreters as interpreters
+code = f'''
+import ctypes
+lib = ctypes.PyDLL({str(library()._name)!r})
+lib.te_error.restype = ctypes.POINTER(ctypes.c_char_p * 8)
+place = ctypes.c_void_p()
+status = lib.te_layer_open(ctypes.c_void_p({runtime.handle.value}), b"linear", None, ctypes.byref(place))
+said = lib.te_error().contents[6].decode()
+assert status == 2 and "a sub-interpreter" in said, (status, said)
+'''
+interpreters.run_string(interpreters.create(), code)
+layer.free()
+runtime.destroy()
+"""
+
+
+def test_a_host_that_ends_or_has_sub_interpreters() -> None:
+    ran(sys.executable, "-c", HOST, "ends", TE_C_BUILD=str(built()))
+    if sys.version_info[:2] <= (3, 12):
+        ran(sys.executable, "-c", HOST, "sub", TE_C_BUILD=str(built()))
+
+
+def test_flags_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Of a wheel, of a checkout, and none."""
+    package, c = tmp_path / "te_core", tmp_path / "bindings" / "c"
+    monkeypatch.setattr(config, "_PACKAGE", package)
+    assert config.main(["--libs"]) == 1 and "make -C bindings/c" in capsys.readouterr().err
+    for file in (c / "include" / "te_core.h", c / "build" / "libte_core.so"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert config.main(["--cflags"]) == 0 and capsys.readouterr().out == f"-I{c / 'include'}\n"
+    for file in (package / "include" / "te_core.h", package / "lib" / "libte_core.so"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert config.main([]) == 0
+    lib = package / "lib"
+    assert capsys.readouterr().out == f"-I{package / 'include'} -L{lib} -Wl,-rpath,{lib} -lte_core\n"
