@@ -1,7 +1,7 @@
 """`python -m te_core.config --cflags --libs`: how a C compiler finds te_core's header and library.
 
-Those of a wheel that has them lie in the package; those of a checkout in bindings/c, once `make -C bindings/c` has built
-the library there.
+Those of a wheel that has them lie in the package; those of a checkout in bindings/c, once `make -C bindings/c` has
+built the library there.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _put(layer: Opened, operation: str, named: list[tuple[str, Tensor | None, An
     taken = []
     try:
         for _, value, place, _ in named:
-            if place is not None and not place.data and value.nbytes:
+            if place is not None and value is not None and not place.data and value.nbytes:
                 taken.append((place, layer.host.take(value.nbytes, layer.host.stream)))
     except MemoryError:
         for _, address in taken:

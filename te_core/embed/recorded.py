@@ -1,7 +1,7 @@
 """Calls of opened layers on a GPU, as programs for the player in C; and what each tensor of a program is to the caller.
 
-A number stands for memory that C knows the address of (bindings/c/src/layers.c has the same): each input, each tensor of
-a scaling state, each gradient of an output, and each slot of a forward's program, whose outputs backward reads.
+A number stands for memory that C knows the address of (bindings/c/src/layers.c has the same): each input, each tensor
+of a scaling state, each gradient of an output, and each slot of a forward's program, whose outputs backward reads.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _apart(rt: Any, tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]
 
 
 class _Recorded:
-    """A function's tape on stand-ins, and its plan for C. `lows`: of numbers, what their addresses are beyond a multiple of
-    256."""
+    """A function's tape on stand-ins, and its plan for C. `lows`: of numbers, what their addresses are beyond a multiple
+    of 256."""
 
     def __init__(
         self, rt: Runtime, name: str, call: tuple[Callable[..., Any], Any, dict[str, Any]], lows: Lows
@@ -88,9 +88,9 @@ class _Recorded:
         return add_entry(program, f"{name}.{count + 1}" if count else name, self.tape, call, self._index, results)
 
     def plan(self, results: Sequence[tuple[int, Tensor]]) -> tuple[list[int], bytes]:
-        """(for C: how many numbers there are, inputs, outputs; number and offset of each input; of each output its number,
-        the index of the caller's tensor (-1: it is kept), dtype and shape; the program). `results`: the caller's tensors
-        with their index."""
+        """(for C: how many numbers there are, inputs, outputs; number and offset of each input; of each output its
+        number, the index of the caller's tensor (-1: it is kept), dtype and shape; the program). `results`: the caller's
+        tensors with their index."""
         program, words = Program(), []
         self.added(program, "call", "{}")
         for t in self._given:
@@ -186,7 +186,7 @@ def narrowed(
 # ------------------------------------------------------------------------------------------------------- scaling
 
 
-def update(rt: Runtime, groups: Sequence[tuple[str, Sequence[ScalingState]]]) -> tuple[()]:
+def update(rt: Runtime, groups: Sequence[tuple[str, list[ScalingState]]]) -> tuple[()]:
     """The next scales of states, by the rule of their recipe."""
     for algo, states in groups:
         ops.update_scales(rt, states, algo)

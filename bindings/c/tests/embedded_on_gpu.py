@@ -3,8 +3,8 @@
     make -C bindings/c all build/libtrain.so build/libtimer.so build/libstub.so    # on a machine that has a C compiler
     python3 bindings/c/tests/embedded_on_gpu.py --build bindings/c/build --out embedded.json
 
-The layers are called in this process: a host that runs Python already. `train` (examples/train.c) runs in a process of its
-own where a libpython lies beside this Python, else in a new Python that loads it as a library.
+The layers are called in this process: a host that runs Python already. `train` (examples/train.c) runs in a process of
+its own where a libpython lies beside this Python, else in a new Python that loads it as a library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from te_core.functional.scaling import new_states, views_of  # noqa: E402
 from te_core.ops import raw  # noqa: E402
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling  # noqa: E402
 from te_core.tape import taped  # noqa: E402
-from te_core.tensor import Tensor  # noqa: E402
 
 RECIPES = {"none": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
 ROWS, WIDTH, INNER, HEADS = 128, 256, 512, 4
@@ -104,7 +103,12 @@ def trained(build: Path, env: dict[str, str], where: str, steps: int, path: str 
         call += "lib.train(len(words), (ctypes.c_char_p * len(words))(*map(str.encode, words)))\n"
         command = [sys.executable, "-c", call + "ctypes.CDLL(None).fflush(None)"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    return {"ran as": how, "losses": done.stdout.splitlines(), "said": done.stderr.strip()[-400:], "rc": done.returncode}
+    return {
+        "ran as": how,
+        "losses": done.stdout.splitlines(),
+        "said": done.stderr.strip()[-400:],
+        "rc": done.returncode,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,11 +14,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import numpy as np  # noqa: E402  the path comes first
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-import te_torch as te  # noqa: E402
-from te_core.recipe import DelayedScaling  # noqa: E402
+import te_torch as te
+from te_core.recipe import DelayedScaling
 
 ROWS, WIDTH, INNER, RATE, FACTOR = 32, 64, 128, 0.5, 0.25
 
