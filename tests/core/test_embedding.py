@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from te_core import calls, config, dtypes, functional, libraries
+from te_core import calls, config, dtypes, functional, libraries, program
 from te_core.embed import doors
 from te_core.embed.layers import Opened, State
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -215,6 +215,56 @@ def test_on_a_gpu_programs_play(make: Make, monkeypatch: pytest.MonkeyPatch, nam
         if both == proof.compared:
             assert [t.data for t in (out, *into)] == [t.ptr for t in (outputs[0], *back[: len(given)])]
     proof.c.destroy()
+
+
+@pytest.fixture
+def muted(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnStub]:
+    """A stub that takes any kernel."""
+    proof = OnStub(make(), monkeypatch)
+    proof.memory.given = []
+    stub().stub_mute(1)
+    yield proof
+    stub().stub_mute(0)
+    proof.c.destroy()
+
+
+def test_each_gradient_has_memory_of_its_own(muted: OnStub) -> None:
+    """Those of a branch and of its residual are dy itself: they are copied, for they become the caller's."""
+    layer, maker = CLayer(muted.c.handle, "bias_dropout_add"), Maker(muted.rt)
+    x, bias, residual, y, dy = maker(32, 64), maker(64), maker(32, 64), maker(32, 64), maker(32, 64)
+    muted.memory.given = []
+    kept = layer.forward([host_tensor(t) for t in (x, bias, residual)], [host_tensor(y)])
+    grads = [host_tensor(t) for t in (x, bias, residual)]
+    for grad in grads:
+        grad.data = None
+    layer.backward(kept, [host_tensor(dy)], grads)
+    assert len({dy.ptr, *[grad.data for grad in grads]}) == 4
+
+
+def test_another_size_is_another_program(muted: OnStub, tmp_path: Path) -> None:
+    """What was recorded is kept by size, dtype, alignment and gradients, and saved in one file."""
+    layer, maker = CLayer(muted.c.handle, "linear", said(DelayedScaling(), {}), scaled=True), Maker(muted.rt)
+    weight = maker(96, 64)
+    with pytest.raises(PlayerError, match="was not called"):
+        layer.save(tmp_path / "linear.te")
+    for rows, shift in ((32, 0), (48, 0), (32, 0), (32, 16)):
+        x, y = maker(rows, 64), maker(rows, 96)
+        muted.memory.given = []
+        x.ptr += shift
+        for wanted in ((0, 1), (1,)):
+            kept = layer.forward([host_tensor(x), host_tensor(weight)], [host_tensor(y)])
+            grads = [host_tensor(t) if i in wanted else None for i, t in enumerate((x, weight))]
+            layer.backward(kept, [host_tensor(y)], grads)
+        layer.update()
+    layer.save(tmp_path / "linear.te")
+    found = [(entry.name, entry.slots[0].shape) for entry in program.read(tmp_path / "linear.te").entries]
+    names = [name for name, _ in found]
+    assert [n for n in names if n.startswith("forward")] == ["forward", "forward.2", "forward.3"]
+    assert sum(n.startswith("backward") for n in names) == 6 and names[-1] == "update"
+    assert [shape for name, shape in found if name.startswith("forward")] == [(32, 64), (48, 64), (32, 64)]
+    y.dtype = dtypes.float32
+    with pytest.raises(PlayerError, match="y of 2 dimensions, dtype"):
+        layer.forward([host_tensor(x), host_tensor(weight)], [host_tensor(y)])
 
 
 def test_the_check_for_gpus_runs(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
