@@ -22,7 +22,7 @@ from te_core.tensor import CPU, Tensor
 Answer = tuple[Any, ...]
 _things: dict[int, Any] = {}  # what C has a number of, until it drops it
 _numbers = itertools.count(1)
-_closers: dict[int, None] = {}  # te_close of each library in the process
+_closers: dict[int, None] = {}  # of each library in the process, what is told when the interpreter ends
 
 
 def _number(thing: Any) -> int:
@@ -63,7 +63,9 @@ def _scaling(layer: int, *_: int) -> Answer:
 
 
 def _drop(number: int, *_: int) -> Answer:
-    del _things[number]
+    thing = _things.pop(number)
+    if isinstance(thing, Host):
+        thing.there = False  # garbage that is found later gives nothing back: the runtime has ended
     return (), ()
 
 

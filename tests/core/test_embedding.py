@@ -23,6 +23,7 @@ from te_core import calls, config, dtypes, functional, libraries, program
 from te_core.embed import doors
 from te_core.embed.layers import Opened, State
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from te_core.runtime import Runtime
 from te_core.tape import taped
 from te_core.tensor import from_numpy
 from tests.backends import HARDWARE
@@ -133,7 +134,7 @@ class OnStub(Proof):
     def __init__(self, machine: Machine, patch: pytest.MonkeyPatch) -> None:
         super().__init__(machine, patch)
         self.allocator.alignment = 256  # type: ignore[attr-defined]
-        self.rt = self.rt.apart()
+        self.rt = Runtime.cuda(0, 5, self.allocator)
         self.c.destroy()
         self.c = CRuntime(self._take, self.memory.drop_in_c)
         self.kept: set[int] = set()  # what the last call has taken
@@ -303,9 +304,9 @@ ROOT = FOLDER.parents[1]
 ENV = {**os.environ, "TE_CORE_PYTHON": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def ran(*words: Any, **more: Any) -> str:
+def ran(*words: Any, timeout: int = 120, **more: Any) -> str:
     """What a process prints that ends well."""
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env={**ENV, **more}, timeout=280)
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env={**ENV, **more}, timeout=timeout)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -373,7 +374,7 @@ runtime.destroy()
 def test_a_host_that_ends_or_has_sub_interpreters() -> None:
     ran(sys.executable, "-c", HOST, "ends", TE_C_BUILD=str(built()))
     if sys.version_info[:2] <= (3, 12):
-        ran(sys.executable, "-c", HOST, "sub", TE_C_BUILD=str(built()))
+        ran(sys.executable, "-c", HOST, "sub", timeout=40, TE_C_BUILD=str(built()))
 
 
 def test_flags_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
