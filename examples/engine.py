@@ -20,7 +20,7 @@ from te_core.runtime import ByteAllocator, Runtime
 from te_core.tensor import CPU, Tensor, cuda_device
 from te_core.tools.counts import counted
 
-WIDTH, INNER, SLAB, NOT_READY = 64, 128, 64 << 20, 600
+WIDTH, INNER, SLAB, NOT_READY = 64, 128, 256 << 20, 600
 
 
 class Host:

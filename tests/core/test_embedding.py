@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib
 import json
@@ -357,6 +358,7 @@ if sys.argv[1] == "ends":
     sys.exit()  # with a layer and a runtime that live
 import _xxsubinterpreters as interpreters
 code = f'''
+import asyncio
 import ctypes
 lib = ctypes.PyDLL({str(library()._name)!r})
 lib.te_error.restype = ctypes.POINTER(ctypes.c_char_p * 8)
@@ -374,7 +376,7 @@ runtime.destroy()
 def test_a_host_that_ends_or_has_sub_interpreters() -> None:
     ran(sys.executable, "-c", HOST, "ends", TE_C_BUILD=str(built()))
     if sys.version_info[:2] <= (3, 12):
-        ran(sys.executable, "-c", HOST, "sub", timeout=40, TE_C_BUILD=str(built()))
+        ran(sys.executable, "-c", HOST, "sub", timeout=20, TE_C_BUILD=str(built()))
 
 
 def test_flags_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -392,3 +394,26 @@ def test_flags_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert config.main([]) == 0
     lib = package / "lib"
     assert capsys.readouterr().out == f"-I{package / 'include'} -L{lib} -Wl,-rpath,{lib} -lte_core\n"
+
+
+# --------------------------------------------------------------------------------------------------- engines in Python
+
+
+def test_an_engine_on_the_cpu() -> None:
+    """te_core allocates in the engine's pool alone, and nobody waits: the example asserts it."""
+    assert "12 requests of 12 sizes" in ran(sys.executable, ROOT / "examples" / "engine.py", "cpu", 12)
+
+
+def test_an_engine_on_a_gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the fake CUDA: whatever is given to the driver lies in the engine's memory."""
+    machine = make()
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    engine = importlib.import_module("engine")
+    slab = machine.arena.take(engine.SLAB, 5)
+    nothing = lambda *given: None  # noqa: E731
+    zeros = lambda array, *given: array.fill(0)  # noqa: E731
+    there = {"place": machine.devices[0], "streams": (5, 6), "slab": slab, "put": nothing, "get": zeros}
+    monkeypatch.setattr(engine, "Cuda", lambda: SimpleNamespace(**there, done=lambda stream: True))
+    monkeypatch.setattr(machine.driver, "allocate", None)  # memory of te_core's own
+    asyncio.run(engine.main("cuda", 12))
+    assert not machine.faults and machine.log
