@@ -2,8 +2,8 @@
 
     python examples/engine.py [cpu|cuda [REQUESTS]]
 
-Requests of ever new sizes are served at once. te_core is given addresses, and takes what it needs from the engine's pool;
-at the end counters say that it allocated nothing elsewhere, and that the host never waited for it.
+Requests of ever new sizes are served at once. te_core is given addresses, and takes what it needs from the engine's
+pool; at the end counters say that it allocated nothing elsewhere, and that the host never waited for it.
 """
 
 import asyncio

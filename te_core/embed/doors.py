@@ -112,7 +112,7 @@ def _forward(
 ) -> Answer:
     layer: Opened = _things[number]
     rt = layer.host.runtime()
-    _, given = read(inputs, count, CPU)
+    given = read(inputs, count, CPU)[1]
     into, tensors = read(outputs, places, CPU)
     call, arguments = layer.call(given, bool(keep), rt)
     made = call.forward(rt, *arguments, **layer.scales(_things.get(scaling)))
@@ -126,7 +126,7 @@ def _forward(
 def _backward(number: int, scaling: int, dy: int, count: int, gradients: int, places: int, *_: int) -> Answer:
     kept: Kept = _things[number]
     layer, rt = kept.layer, kept.layer.host.runtime()
-    _, given = read(dy, count, CPU)
+    given = read(dy, count, CPU)[1]
     into, tensors = read(gradients, places, CPU)
     grads = recorded.gradients_of_outputs(layer, kept.outputs, given)
     call, wanted = recorded.narrowed(layer, kept.call, kept.given, into, rt)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +163,7 @@ class OnStub(Proof):
         return result, mine
 
     def recorded(self, python: Any, c: Any) -> Any:
-        """What both give first. C's fails at a kernel that the stub was not told of, and works when it is called again."""
+        """What both give first. C's fails at a kernel that the stub was not told of, and works when called again."""
         self.memory.given = []
         result = python()
         try:
@@ -211,9 +212,8 @@ def test_on_a_gpu_programs_play(make: Make, monkeypatch: pytest.MonkeyPatch, nam
     for both in (proof.recorded, proof.compared, proof.compared):
         (outputs, saved), kept = both(lambda: call.forward(rt, *arguments, **more), forward)
         into = gradients()
-        back, _ = both(
-            lambda: call.backward(rt, dy, *rest, saved, **more), lambda: layer.backward(kept, [host_tensor(dy)], into)
-        )
+        python = partial(call.backward, rt, dy, *rest, saved, **more)
+        back, _ = both(python, partial(layer.backward, kept, [host_tensor(dy)], into))
         if both == proof.compared:
             assert [t.data for t in (out, *into)] == [t.ptr for t in (outputs[0], *back[: len(given)])]
     proof.c.destroy()
@@ -294,7 +294,7 @@ def test_the_check_for_gpus_runs(make: Make, monkeypatch: pytest.MonkeyPatch, tm
     assert all(said == "equal" or "attention by cuDNN" in said for said in found.values())
 
 
-# -------------------------------------------------------------------------------------------------- processes of their own
+# ---------------------------------------------------------------------------------------- processes of their own
 
 
 SHARED = Path(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
