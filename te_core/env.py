@@ -50,6 +50,9 @@ VARIABLES: dict[str, Variable] = {
     "TE_CORE_LIBRARY_PATH": Variable(
         "folders searched for CUDA libraries before the pip wheels, separated by ':'", "path", ""
     ),
+    "TE_CORE_LIBRARY": Variable(
+        "te_core's library in C, libte_core.so (default: the wheel's, then the one that bindings/c built)", "path", ""
+    ),
     "TE_CORE_AUTOTUNE": Variable("1: time the candidate algorithms of each GEMM once and remember the fastest"),
     "TE_CORE_TAPES": Variable(
         "when a layer's call is recorded, to be replayed from then on: the first or the second time that its shapes "
@@ -316,6 +319,12 @@ def cuda_include() -> Path | None:
 def library_path() -> list[Path]:
     """Folders to look for CUDA libraries in before all others."""
     return [Path(p) for p in os.environ.get("TE_CORE_LIBRARY_PATH", "").split(":") if p]
+
+
+def library() -> Path | None:
+    """te_core's library in C, where it is named."""
+    text = os.environ.get("TE_CORE_LIBRARY", "")
+    return Path(text) if text else None
 
 
 def norm_sm_margins() -> dict[str, int]:
