@@ -195,6 +195,52 @@ void te_doors_close(te_doors *doors);
 /* The status of a call of the driver's in words. */
 te_status te_driver_failed(const te_doors *doors, const char *call, int status);
 
+/* ---------------------------------------------------------------------------------------------------------- steps */
+
+/* What steps call. */
+typedef struct {
+    int (*cuLaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                          void **);
+    int (*cuMemsetD8Async)(uint64_t, unsigned char, size_t, void *);
+    int (*cublasLtMatmul)(void *, void *, const void *, const void *, void *, const void *, void *, const void *,
+                          const void *, void *, void *, void *, const void *, void *, size_t, void *);
+    int (*cublasLtMatmulDescSetAttribute)(void *, int, const void *, size_t);
+} te_calls;
+
+/* A product in a thread: its descriptors, as far as they were made, and where their pointers lead. */
+typedef struct {
+    void *handle, *desc, *layouts[3];
+    const void *algorithm;
+    size_t workspace;
+    uint32_t flags, pointer_count;
+    int attributes[MOST_POINTERS];
+    uint64_t last[MOST_POINTERS], set;
+} te_product;
+
+/* A step as the thread does it: its words are the thread's, and so are the addresses that are written into them. */
+typedef struct {
+    uint32_t kind, target, way, other, patch_count;
+    unsigned sizes[SIZES];
+    const f_patch *patches;
+    uint64_t *words;
+    void **pointers; /* of the words, as a launch takes them */
+    void *what;      /* a function, or a te_product */
+} te_op;
+
+/* Do a launch, a product or a fill. `at`: the addresses that patches name. The status is that of the library's call. */
+int te_step_do(const te_calls *calls, const te_op *op, const uint64_t *at, void *stream);
+
+/* Steps of te_core's own loop (te_core/tape/native.py lays out the same): streams are found as addresses are. */
+typedef struct {
+    uint64_t sizes; /* STRETCH_SIZES of who made it */
+    te_calls calls;
+    const te_op *ops;
+    uint64_t count, failed;
+} te_stretch;
+#define STRETCH_SIZES (sizeof(te_stretch) << 32 | sizeof(te_op) << 16 | sizeof(te_product))
+/* The status of the call that failed, 0 if none did, -1 for a stretch of another layout. */
+TE_API int te_stretch_play(te_stretch *stretch, const uint64_t *at);
+
 /* -------------------------------------------------------------------------------------------------------- runtime */
 
 typedef struct {
@@ -299,13 +345,7 @@ void te_bound_free(te_program *program, te_bound *bound);
 te_status te_tensors_check(const te_program *program, const te_run *run, uint64_t *at);
 te_status te_program_mend(te_program *program);
 
-/* A product's descriptors, as far as they were made. */
-typedef struct {
-    void *desc, *layouts[3];
-    uint64_t last[MOST_POINTERS];
-    bool set;
-} te_product;
-te_status te_product_make(te_program *program, uint32_t number, te_product *product);
+te_status te_product_make(te_program *program, void *handle, uint32_t number, te_product *product);
 void te_product_free(const te_doors *doors, te_product *product);
 
 #endif
