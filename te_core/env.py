@@ -60,6 +60,9 @@ VARIABLES: dict[str, Variable] = {
         ("first", "second", "never"),
         "second",
     ),
+    "TE_CORE_PLAYER": Variable(
+        "what replays a recorded call on a GPU: Python, or te_core's library in C", ("python", "c"), "python"
+    ),
     "LOCAL_WORLD_SIZE": Variable("processes on each host, as torchrun sets it (0: unknown)", "number"),
     # norms
     "NVTE_FWD_LAYERNORM_SM_MARGIN": Variable("multiprocessors that forward norm kernels leave free", "number"),
