@@ -1,5 +1,5 @@
-"""Both players of recorded calls (TE_CORE_PLAYER) give the same bits from the same memory: layers in all recipes, in
-CUDA graphs, on several streams, from four threads. What they launch is compared without a GPU: tests/core/test_native.py.
+"""Both players of recorded calls (TE_CORE_PLAYER) give the same bits from the same memory: layers in all recipes,
+in CUDA graphs, on several streams, from four threads. What they launch is compared in tests/core/test_native.py.
 """
 
 from __future__ import annotations
