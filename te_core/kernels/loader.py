@@ -74,7 +74,8 @@ class Kernel:
             self._pack(arguments.values, 0, *values)
         except struct.error as error:
             raise self._argument_error(args, error) from error
-        self.allow(shared)
+        if shared > self._shared:
+            self.allow(shared)
         sizes = _three(grid) + _three(block)
         entered = executor.driver.enter(executor.context) if executor.context else False
         try:
@@ -112,7 +113,8 @@ class Kernel:
     def _launch_with(self, rt: Runtime, sizes: tuple[int, int, int], table: ctypes.Array[ctypes.c_char]) -> None:
         grid, block, shared = sizes
         pointer = ctypes.c_uint64(ctypes.addressof(table))  # the driver copies the struct before the call returns
-        self.allow(shared)
+        if shared > self._shared:
+            self.allow(shared)
         self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, ctypes.addressof(pointer), 0)
 
     @property
@@ -137,8 +139,6 @@ class Kernel:
 
     def allow(self, shared: int) -> None:
         """Launches may ask for so many dynamic bytes."""
-        if shared <= self._shared:
-            return
         with _lock:  # what the driver was told last is what is remembered
             if shared > self._shared:
                 self._driver.funcSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared)
