@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from te_core import env
+from te_core import c_library, env
 from te_core.dtypes import DType
 from te_core.errors import LibraryError
 from te_core.runtime import Runtime
@@ -22,6 +22,7 @@ from te_core.tape.bound import Bound, Step
 from te_core.tensor import Tensor
 
 _address_of = attrgetter("ptr")
+c_library.USERS["replays of layers"] = lambda: f"done by {env.word('TE_CORE_PLAYER')} (TE_CORE_PLAYER)"
 
 
 class Result(Protocol):

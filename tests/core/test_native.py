@@ -22,6 +22,7 @@ from te_core.ops.quantize import ScalingState
 from te_core.program import Example, tape_of
 from te_core.runtime import Runtime
 from te_core.tape import native, taped
+from te_core.tools import doctor
 from tests.backends import HARDWARE
 from tests.core.c_library import built
 from tests.core.fake_cuda import B200, Machine, Make
@@ -202,6 +203,15 @@ def test_what_cannot_be_had_is_said(make: Make, monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(LibraryError, match="a library in C of another version"):
         run(machine, rt, Tapes(), Linear(), "first")
     assert not machine.doors.calls
+
+
+def test_the_doctor_says_who_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TE_CORE_LIBRARY", str(built() / "libte_core.so"))
+    for player in ("python", "c"):
+        monkeypatch.setenv("TE_CORE_PLAYER", player)
+        said = "\n".join(doctor.report([]))
+        assert f"library in C: {built()}/libte_core.so" in said
+        assert f"replays of layers: done by {player} (TE_CORE_PLAYER)" in said
 
 
 def test_calls_of_the_cpu_backend_stay_python_s(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
