@@ -1,7 +1,8 @@
 """One step of an FP8 LayerNormMLP (forward, backward, next scales) through each door: te_torch, CuPy, JAX.
 
-    python -m benchmarks.doors [--out FOLDER]
+    python -m benchmarks.doors [--doors "jax" "jax, c" ...] [--out FOLDER]
 
+XLA calls te_core in Python ("jax"), by its library in C ("jax, c"), and that in command buffers ("jax, c, captured").
 Each door runs in a process of its own. `host us`: until the call returns, with the GPU idle before; `us`: a step among
 many, the GPU busy. `busy host us` and `busy us`: the same beside a thread that computes in Python all the time, so that
 whoever wants the interpreter's lock waits for it (up to 5 ms, `sys.getswitchinterval`).
@@ -30,7 +31,17 @@ from typing import Any
 from te_core.recipe import DelayedScaling
 
 SHAPES = {"tiny": (128, 256, 1024), "large": (8192, 4096, 14336)}
-DOORS = ("te_torch", "cupy", "jax")
+#: What is set for the process of each door.
+DOORS: dict[str, dict[str, str]] = {
+    "te_torch": {},
+    "cupy": {},
+    "jax": {"TE_JAX_HANDLER": "python"},
+    "jax, c": {"TE_JAX_HANDLER": "c", "XLA_FLAGS": "--xla_gpu_enable_command_buffer=-CUSTOM_CALL"},
+    "jax, c, captured": {
+        "TE_JAX_HANDLER": "c",
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
+    },
+}
 RECIPE = DelayedScaling(amax_history_len=16)
 
 
@@ -158,7 +169,7 @@ def measured(door: str) -> list[dict[str, Any]]:
     """The rows of a door."""
     rows = []
     for case, shape in SHAPES.items():
-        step, wait, peak = MAKERS[door](*shape)
+        step, wait, peak = MAKERS[door.partition(",")[0]](*shape)
         host_us(step, wait, 5)  # compiles, loads, records
         row: dict[str, Any] = {"door": door, "case": case, "host us": host_us(step, wait, 60)}
         waited = peak()
@@ -171,9 +182,10 @@ def measured(door: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """All doors, or, with one named, its rows as a line of JSON."""
+    """The doors' rows, or, of --door, its rows as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--door", choices=DOORS)
+    parser.add_argument("--door", choices=DOORS, help="this one, in this process")
+    parser.add_argument("--doors", choices=DOORS, nargs="+", default=list(DOORS), help="these (default: all)")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.door:
@@ -183,10 +195,10 @@ def main() -> None:
 
     rows: list[dict[str, Any]] = []
     begin = time.perf_counter()
-    for door in DOORS:
+    for door in given.doors:
         command = [sys.executable, "-m", "benchmarks.doors", "--door", door]
         paths = os.pathsep.join(filter(None, ["bindings/jax", os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        env = {**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **DOORS[door]}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         if done.returncode:
             print(f"{door} failed: {done.stderr[-1500:]}", file=sys.stderr)
