@@ -24,6 +24,7 @@ from te_core.recipe import Recipe  # noqa: E402
 from tests.backends import HARDWARE, requires_jax_cuda  # noqa: E402
 from tests.core.c_library import built  # noqa: E402
 from tests.jax.test_te_jax import CASES, DELAYED, RECIPES, P, X, alike, by_jax, drawn, loss_of, scaling_of  # noqa: E402
+from tests.jax.test_te_jax_devices import partitioned  # noqa: E402
 from tests.threads import together  # noqa: E402
 
 pytestmark = requires_jax_cuda
@@ -118,6 +119,11 @@ def test_by_c_over_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append((value, grads, state.arrays))
         found[way] = jax.device_get(made)
     alike(found["python"], found["c"])
+
+
+@two
+def test_by_c_under_custom_partitioning(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike(*(partitioned() for _ in ways(monkeypatch)))
 
 
 @two
