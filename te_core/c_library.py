@@ -7,6 +7,7 @@ the tree that this package lies in.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from te_core import env
 from te_core.errors import LibraryError
 
 _HERE = Path(__file__).resolve().parent
+#: Who may use it: a name, and what says whether it does.
+USERS: dict[str, Callable[[], str]] = {}
 
 
 def found() -> Path | None:

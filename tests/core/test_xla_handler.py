@@ -6,8 +6,9 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import c_int64, c_void_p, pointer, sizeof
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ jax = pytest.importorskip("jax")
 import te_jax as te  # noqa: E402
 from te_jax import c_handler, handler, record, rules  # noqa: E402
 
-from te_core import c_library, libraries  # noqa: E402
+from te_core import c_library, dtypes, libraries  # noqa: E402
 from te_core.errors import ArgumentError, LibraryError, UnsupportedError  # noqa: E402
 from te_core.kernels.loader import TableLaunch  # noqa: E402
+from te_core.ops import raw  # noqa: E402
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe  # noqa: E402
+from te_core.runtime import Runtime  # noqa: E402
 from te_core.tape import program_file as file  # noqa: E402
 from te_core.tape.program import add_entry  # noqa: E402
 from te_core.tape.program_file import Program  # noqa: E402
-from te_core.tensor import cuda_device  # noqa: E402
+from te_core.tensor import Tensor, cuda_device  # noqa: E402
 from tests.backends import HARDWARE  # noqa: E402
 from tests.core.c_library import FOLDER, built, stub  # noqa: E402
 from tests.core.fake_cuda import Make  # noqa: E402
@@ -123,6 +126,18 @@ def mlp(recipe: Recipe | None) -> list[record.Work]:
     return [sides.forward, sides.backward, *updates]
 
 
+def halves(rt: Runtime, tensors: list[Tensor]) -> Any:
+    """Both halves of an operand, as arguments."""
+    (x,) = tensors
+    rows = x.shape[0] // 2
+    return tuple(Tensor(x.ptr + i * x.nbytes // 2, (rows, x.shape[1]), x.dtype, x.device, x) for i in range(2)), {}
+
+
+def of_parts() -> list[record.Work]:
+    """Work on parts of an operand."""
+    return [record.Work("sum", raw.add, [record.Array((32, 64), dtypes.float32)], halves, "of halves")]
+
+
 def told(doors: Doors, work: record.Work) -> None:
     """The stub knows what arguments the kernels have."""
     program = Program()
@@ -137,15 +152,17 @@ def told(doors: Doors, work: record.Work) -> None:
             stub().stub_arguments(f.name.encode(), letters.encode())
 
 
-@pytest.mark.parametrize("recipe", [None, DELAYED, Float8CurrentScaling(), Float8BlockScaling()])
-def test_a_call_in_c_launches_what_one_in_python_does(doors: Doors, recipe: Recipe | None) -> None:
-    for work in mlp(recipe):
+@pytest.mark.parametrize(
+    "works", [of_parts, *(partial(mlp, r) for r in (None, DELAYED, Float8CurrentScaling(), Float8BlockScaling()))]
+)
+def test_a_call_in_c_launches_what_one_in_python_does(doors: Doors, works: Callable[[], list[record.Work]]) -> None:
+    for work in works():
         told(doors, work)
         assert c_handler.takes(work, [0]) and work.calls is not None, record.explain()
         call, before = Call(work), work.calls()
         doors.lines.clear()
         work.run(GPU, STREAM, call.places)
-        assert len(doors.lines) > (work.name != "update")
+        assert len(doors.lines) > (work.name not in ("update", "sum"))
         assert not any(line.startswith(("launch", "gemm", "fill")) for line in call.run(INITIALIZE)), "not yet"
         for _ in range(2):
             compare(doors.lines, call.run())
@@ -229,7 +246,8 @@ def test_which_handler_a_program_names(doors: Doors, monkeypatch: pytest.MonkeyP
 def test_without_the_library(doors: Doors, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TE_CORE_LIBRARY", str(tmp_path / "none.so"))
     assert lowered(monkeypatch, "auto").count("@te_tape(") == 1
-    assert "XLA calls te_core in Python" in te.explain()
+    assert "XLA calls te_core in Python (" in te.explain()
+    assert "none.so" in c_handler.said()
     with pytest.raises(LibraryError, match=r"none\.so"):
         lowered(monkeypatch, "c")
 

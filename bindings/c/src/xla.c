@@ -108,9 +108,10 @@ static te_status load(const te_work *work, int32_t device, te_program **program)
         options.device_id = device;
         options.alloc = no_memory;
         options.free = no_free;
-        options.libcublaslt = work->is.libcublaslt;
         status = te_runtime_create(&options, &runtimes[device]);
     }
+    if (status == TE_OK && work->is.libcublaslt != NULL && runtimes[device]->doors.lt_library == NULL)
+        status = te_doors_open_lt(&runtimes[device]->doors, work->is.libcublaslt);
     if (status == TE_OK) status = te_program_load_memory(runtimes[device], work->is.content, work->is.bytes, program);
     if (status != TE_OK) return status;
     if (te_program_slots(*program, 0, &slots, &inputs, &outputs) == TE_OK && inputs == work->is.slots && !outputs)

@@ -51,21 +51,36 @@ _lock = threading.RLock()
 _registered: list[ctypes.CDLL | LibraryError] = []  # the library, or why XLA does not call it
 
 
-def library() -> ctypes.CDLL | None:
-    """The library that XLA calls; None where it calls Python."""
-    if env.jax_handler() == "python":
-        return None
+def _known() -> ctypes.CDLL | LibraryError:
     with _lock:
         if not _registered:
             _registered.append(_register())
-            if isinstance(_registered[0], LibraryError):
-                note(f"XLA calls te_core in Python: {_registered[0].got}")
-    found = _registered[0]
-    if isinstance(found, ctypes.CDLL):
-        return found
-    if env.jax_handler() == "c":
-        raise found
-    return None
+        return _registered[0]
+
+
+def library() -> ctypes.CDLL | None:
+    """The library that XLA calls; None where it calls Python."""
+    asked = env.jax_handler()
+    found = None if asked == "python" else _known()
+    note(said())
+    if isinstance(found, LibraryError):
+        if asked == "c":
+            raise found
+        return None
+    return found
+
+
+def said() -> str:
+    """What XLA calls on a GPU, and why."""
+    if env.jax_handler() == "python":
+        return "on a GPU XLA calls te_core in Python (TE_JAX_HANDLER=python)"
+    found = _known()
+    if isinstance(found, LibraryError):
+        return f"on a GPU XLA calls te_core in Python ({found.got})"
+    return f"on a GPU XLA calls te_core's library in C ({found._name})"
+
+
+c_library.USERS["te_jax"] = said
 
 
 def _register() -> ctypes.CDLL | LibraryError:
