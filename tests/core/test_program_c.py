@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from te_core import dlpack, libraries
+from te_core.errors import UnsupportedError
 from te_core.ops import raw
 from te_core.ops.quantize import ScalingState
 from te_core.program import Example, tape_of
@@ -28,12 +29,14 @@ from te_core.tape import taped
 from te_core.tape.program_file import pack, unpack
 from te_core.tensor import Tensor
 from tests.backends import HARDWARE, requires_cuda
+from tests.core import fake_cudnn
 from tests.core.c_library import FOLDER
 from tests.core.fake_cuda import B200, Make
 from tests.core.program_proof import Proof, proved
 from tests.core.tape_cases import FP32, MLP, RECIPES, Linear, Maker
+from tests.core.tape_more_cases import Attention
 from tests.core.test_tape_beside import LAYERS, build, into_memory_of_the_call
-from tests.core.test_tape_cuda import GROUPS, KINDS, SHOWN, SMALL
+from tests.core.test_tape_cuda import ATTENTION, GROUPS, KINDS, SHOWN, SMALL
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason=f"{HARDWARE}no C compiler")
 
@@ -132,6 +135,21 @@ def test_a_kernel_that_takes_a_table(proof: Proof) -> None:
 def test_other_layers(proof: Proof, layer: str) -> None:
     for case in SMALL[layer]:
         proved(proof, case)
+
+
+@pytest.mark.parametrize("scratch", [0, 256, pytest.param(9 << 20, marks=pytest.mark.more)])
+@pytest.mark.parametrize("group", ATTENTION)
+def test_attention(proof: Proof, monkeypatch: pytest.MonkeyPatch, group: str, scratch: int) -> None:
+    """cuDNN's own functions are asked for what its frontend would ask them for."""
+    monkeypatch.setattr(fake_cudnn.Built, "needs", scratch)
+    fp8 = {"fp8": True, "heads": 4, "groups": 4, "d": 128} if group == "fp8" else {}
+    for options in ATTENTION[group]:
+        case = Attention(**{**fp8, **options})
+        if "softcap" not in options.get("core", {}):
+            proved(proof, case)
+            continue
+        with pytest.raises(UnsupportedError, match="which no call brings"):  # the numbers of a soft-cap
+            proved(proof, case)
 
 
 # ------------------------------------------------------------------------------------------------- the library itself

@@ -113,6 +113,7 @@ static void bind_steps(const te_program *p, const f_entry *e, te_bound_entry *ow
             op->function = p->functions[s->target].function;
             for (uint32_t k = 0; k + SIZES < s->word_count; k++) pointers[k] = words + SIZES + k;
         }
+        for (uint32_t k = 1; s->kind == K_ATTEND && k < s->word_count; k++) pointers[k] = words + k; /* a number's place */
         words += s->word_count;
         pointers += s->word_count;
     }
@@ -125,6 +126,7 @@ static te_status bind_entry(te_program *p, te_local *local, te_bound *bound, uin
     te_status status = TE_OK;
     for (uint32_t i = 0; i < e->step_count && status == TE_OK; i++) {
         const f_step *s = &p->file.steps[e->steps + i];
+        if (s->kind == K_ATTEND) status = te_cudnn_of(p->runtime, local);
         if (s->kind != K_PRODUCT) continue;
         status = te_handle_of(p->runtime, local);
         if (status == TE_OK && bound->products[s->target].desc == NULL) {
@@ -217,6 +219,21 @@ static te_status fill(const te_play *play, const te_op *op) {
     return status ? te_driver_failed(d, "cuMemsetD8Async", status) : TE_OK;
 }
 
+static te_status attend(const te_play *play, const te_op *op) {
+    for (uint32_t i = 0; i < op->patch_count; i++)
+        op->pointers[op->patches[i].number] = (void *)(uintptr_t)address_of(play, &op->patches[i]);
+    return te_attend(play->program, play->local, op->target, op->pointers[0], op->pointers + 1, play->streams[op->way]);
+}
+
+static te_status copy(const te_play *play, const te_op *op) {
+    const te_file *file = &play->program->file;
+    const te_doors *d = &play->program->runtime->doors;
+    const f_module *content = &file->contents[op->target];
+    const int status = d->cuMemcpyHtoDAsync_v2(address_of(play, op->patches), file->data + content->start,
+                                               (size_t)content->bytes, play->streams[op->way]);
+    return status ? te_driver_failed(d, "cuMemcpyHtoDAsync", status) : TE_OK;
+}
+
 static te_status take(const te_play *play, const te_op *op) {
     te_program *p = play->program;
     const f_slot *slot = &play->slots[op->target];
@@ -255,12 +272,14 @@ static te_status drop(const te_play *play, uint32_t slot) {
 }
 
 static te_status do_step(te_play *play, const te_op *op) {
-    if (op->kind <= K_FILL && op->way) play->busy |= UINT32_C(1) << op->way;
+    if (op->kind <= K_COPY && op->way) play->busy |= UINT32_C(1) << op->way;
     switch (op->kind) {
         case K_LAUNCH:
         case K_TABLE: return launch(play, op);
         case K_PRODUCT: return multiply(play, op);
         case K_FILL: return fill(play, op);
+        case K_ATTEND: return attend(play, op);
+        case K_COPY: return copy(play, op);
         case K_TAKE: return take(play, op);
         case K_DROP: return drop(play, op->target);
         case K_WAIT:

@@ -285,7 +285,7 @@ def times(case: Case) -> dict[str, float]:
 
     case.restored()
     return {
-        "steps": len([s for s in case.entry.steps if s.kind <= file.FILL]),
+        "steps": len([s for s in case.entry.steps if s.kind <= file.COPY]),
         "python_us": median_us(python, gpu.synchronize),
         "c_pool_us": median_us(partial(player, case.asked(block=False)), gpu.synchronize),
         "c_block_us": median_us(partial(player, case.asked(block=True)), gpu.synchronize),
