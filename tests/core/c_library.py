@@ -142,7 +142,7 @@ def stub() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(built() / "libstub.so"))
     lib.stub_log.restype = c_char_p
     lib.stub_note.argtypes = [c_char_p]
-    lib.stub_arguments.argtypes = [c_char_p, c_char_p]
+    lib.stub_arguments.argtypes = [c_char_p, c_uint64, c_char_p]
     lib.stub_lt_version.argtypes = [c_size_t, ctypes.c_int]
     lib.stub_fail.argtypes = [c_char_p, ctypes.c_int, ctypes.c_int]
     lib.stub_mute(0)

@@ -188,7 +188,7 @@ class Proof:
             if step.kind in (file.LAUNCH, file.TABLE):
                 f = program.functions[step.target]
                 letters = f.letters.replace("r", "p") if step.kind == file.LAUNCH else f"b{step.other}"
-                stub().stub_arguments(f.name.encode(), letters.encode())
+                stub().stub_arguments(f.name.encode(), _digest(program.modules[f.module]), letters.encode())
         player = self.c.load(pack(program))
         entry = program.entries[0]
         try:

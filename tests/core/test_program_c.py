@@ -31,6 +31,7 @@ from te_core.tensor import Tensor
 from tests.backends import HARDWARE, requires_cuda
 from tests.core import fake_cudnn
 from tests.core.c_library import FOLDER
+from tests.core.composed_cases import Layer
 from tests.core.fake_cuda import B200, Make
 from tests.core.program_proof import Proof, proved
 from tests.core.tape_cases import FP32, MLP, RECIPES, Linear, Maker
@@ -152,6 +153,22 @@ def test_attention(proof: Proof, monkeypatch: pytest.MonkeyPatch, group: str, sc
             proved(proof, case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Layer("delayed", kind="RMSNorm", activation="swiglu", turned=True, bias=False),
+        pytest.param(Layer(None, core=(("right", 0), ("padded", True))), marks=pytest.mark.more),
+        pytest.param(Layer("current", cross=True, form="bshd"), marks=pytest.mark.more),
+        pytest.param(Layer("delayed", fp8="mha", d=128, heads=2), marks=pytest.mark.more),
+    ],
+    ids=["as Llama's", "padded", "cross", "fp8 attention"],
+)
+def test_layers_of_a_transformer(proof: Proof, case: Layer) -> None:
+    """Whole layers: products, kernels and attention in one entry."""
+    proved(proof, case)
+    assert proof.tapes == 2
+
+
 # ------------------------------------------------------------------------------------------------- the library itself
 
 
@@ -166,7 +183,7 @@ def made(folder: Path, *targets: str, **variables: str) -> str:
 
 def test_the_c_api(tmp_path: Path) -> None:
     """bindings/c/tests/tests.c: errors, memory, threads, files, versions."""
-    assert "14 tests passed" in made(tmp_path, "test", CFLAGS="-O1")
+    assert "15 tests passed" in made(tmp_path, "test", CFLAGS="-O1")
 
 
 def test_the_abi_is_as_recorded(tmp_path: Path) -> None:
@@ -192,7 +209,7 @@ def test_tensors_are_those_of_dlpack(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_under_sanitizers(tmp_path: Path) -> None:
-    assert "14 tests passed" in made(tmp_path, "sanitized")
+    assert "15 tests passed" in made(tmp_path, "sanitized")
 
 
 @pytest.mark.more
@@ -273,7 +290,7 @@ def test_an_example_plays_a_file(tmp_path: Path) -> None:
     program = tmp_path / "linear.te"
     program.write_bytes((FOLDER / "tests" / "linear.te").read_bytes())
     program.chmod(0o600)
-    stubs = {name: str(tmp_path / "libstub.so") for name in ("TE_LIBCUDA", "TE_LIBCUBLASLT")}
+    stubs = {name: str(tmp_path / "libstub.so") for name in ("TE_LIBCUDA", "TE_LIBCUBLASLT", "TE_LIBCUDNN")}
     (tmp_path / "out").mkdir()
     command = [str(tmp_path / "play"), str(program), "backward", str(tmp_path), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **stubs})

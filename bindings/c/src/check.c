@@ -102,7 +102,7 @@ static te_status check_plans(const te_file *file) {
         const f_plan *p = &file->plans[i];
         CHECK_TEXT(p->text);
         CHECK(p->content < file->count[T_CONTENTS], "a plan without content", i);
-        CHECK(p->tensors && p->tensors <= MOST_TENSORS, "a plan's tensors", i);
+        CHECK(p->tensors && p->tensors <= MOST_OPERANDS, "a plan's tensors", i);
         CHECK(range(p->numbers, 2 * (uint64_t)p->tensors, file->count[T_NUMBERS]), "a plan's tensors", i);
         for (uint32_t k = 0; k < p->tensors; k++) {
             const int64_t kind = file->numbers[p->numbers + p->tensors + k];

@@ -18,7 +18,7 @@ enum { R_INPUT, R_STATE, R_OUTPUT, R_SAVED, R_SCRATCH, R_TEMPORARY, R_COUNT };
 enum { S_WRITTEN = 1, S_ZEROED = 2, S_STRIDED = 4 };
 enum { P_DEVICE_ALPHA = 1, P_ADDS = 2 };
 enum { A_READ, A_VALUE, A_WRITTEN }; /* a tensor of a plan: an address, or a number in the word */
-enum { MOST_WAYS = 32, MOST_ARGUMENTS = 64, MOST_DIMENSIONS = 32, SIZES = 7, MOST_POINTERS = 8, ALGORITHM = 64, MOST_TENSORS = 64 };
+enum { MOST_WAYS = 32, MOST_ARGUMENTS = 64, MOST_DIMENSIONS = 32, SIZES = 7, MOST_POINTERS = 8, ALGORITHM = 64, MOST_OPERANDS = 64 };
 #define NOWHERE UINT64_MAX
 
 typedef struct {

@@ -56,13 +56,14 @@ te_status te_runtime_create(const te_runtime_options *options, te_runtime **runt
     const char *op = "te_runtime_create", *do_ = "begin with te_runtime_options o = TE_RUNTIME_OPTIONS";
     if (options == NULL || runtime == NULL) return te_fail(TE_ARGUMENT, op, "options and a place", do_, "NULL");
     *runtime = NULL;
-    /* Of an earlier header: what is not there is NULL. Of a later one: what is added is not known here. */
-    if (options->size < offsetof(te_runtime_options, libcudnn) || options->size > 4096)
+    /* Of an earlier header: what it lacks is NULL. Of a later one: what is added is not known here. */
+    const bool earlier = options->size == offsetof(te_runtime_options, libcudnn);
+    if ((options->size < sizeof *options && !earlier) || options->size > 4096)
         return te_fail(TE_ARGUMENT, op, "the size of te_runtime_options", do_, "size %zu", options->size);
     te_runtime *rt = calloc(1, sizeof *rt);
     if (rt == NULL) return no_memory(op, sizeof *rt);
     (void)pthread_mutex_init(&rt->lock, NULL);
-    memcpy(&rt->options, options, options->size < sizeof *options ? options->size : sizeof *options);
+    memcpy(&rt->options, options, earlier ? options->size : sizeof *options);
     rt->serial = atomic_fetch_add(&serials, 1);
     te_status status = TE_OK;
     if (rt->options.device_type != kDLCUDA)

@@ -11,6 +11,7 @@
 
 typedef struct {
     char name[64];
+    uint64_t image;   /* 0: of any module */
     char letters[72]; /* of the arguments; "b123": a struct of so many bytes */
 } hint;
 
@@ -34,7 +35,7 @@ typedef struct {
 
 static char *text;
 static size_t used, room;
-static hint hints[512];
+static hint hints[4096];
 static int hint_count, muted = 1, devices = 1, major = 9, minor = 0, alive;
 static size_t version = 130100, cudnn_version = 91900;
 static char failing[64];
@@ -66,10 +67,11 @@ STUB void stub_clear(void) {
 }
 STUB void stub_mute(int on) { muted = on; }
 STUB int stub_alive(void) { return alive; } /* what was made, and not destroyed */
-STUB void stub_arguments(const char *name, const char *letters) {
+STUB void stub_arguments(const char *name, uint64_t image, const char *letters) {
     int i = 0;
-    while (i < hint_count && strcmp(hints[i].name, name) != 0) i++;
-    if (i == 512) return;
+    while (i < hint_count && (strcmp(hints[i].name, name) != 0 || hints[i].image != image)) i++;
+    if (i == 4096) return;
+    hints[i].image = image;
     (void)snprintf(hints[i].name, sizeof hints[i].name, "%s", name);
     (void)snprintf(hints[i].letters, sizeof hints[i].letters, "%s", letters);
     if (i == hint_count) hint_count++;
@@ -336,7 +338,7 @@ STUB int cuLaunchKernel(void *what, unsigned gx, unsigned gy, unsigned gz, unsig
     memcpy(&digest, f->image, 8);
     const char *letters = NULL;
     for (int i = 0; i < hint_count; i++)
-        if (strcmp(hints[i].name, f->name) == 0) letters = hints[i].letters;
+        if (strcmp(hints[i].name, f->name) == 0 && (!hints[i].image || hints[i].image == digest)) letters = hints[i].letters;
     if (extra != NULL || letters == NULL || (shared > 48 * 1024 && f->shared < (int)shared)) return 1;
     line[0] = '\0';
     if (letters[0] == 'b') {
