@@ -259,7 +259,7 @@ def test_the_check_for_gpus_runs(make: Make, monkeypatch: pytest.MonkeyPatch, tm
     sizes = ["--sizes", "64", "128", "256"]
     assert script.main(["--build", str(folder), "--out", str(tmp_path / "o.json"), *sizes]) == 0
     found = json.loads((tmp_path / "o.json").read_text())
-    assert len(found["entries"]) == 14 and found["equal"]
+    assert len(found["entries"]) == 31 and found["equal"]
     for entry in found["entries"].values():
         assert entry["play, without Python"] == entry["c, a block"] == "equal" and entry["c_pool_us"] > 0
 
