@@ -42,6 +42,8 @@ def ubjson(value: Any) -> bytes:
         for mark, form in ((b"i", ">b"), (b"U", ">B"), (b"I", ">h"), (b"l", ">i"), (b"L", ">q")):
             with suppress(struct.error):
                 return mark + struct.pack(form, value)
+    if isinstance(value, float):
+        return b"D" + struct.pack(">d", value)
     if isinstance(value, str):
         return b"S" + ubjson(len(value)) + value.encode()
     if isinstance(value, list):

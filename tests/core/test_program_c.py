@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -26,11 +26,12 @@ from te_core.ops.quantize import ScalingState
 from te_core.program import Example, tape_of
 from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape import taped
-from te_core.tape.program_file import pack, unpack
+from te_core.tape import program_file as file
+from te_core.tape.program_file import Program, Step, pack, unpack
 from te_core.tensor import Tensor
 from tests.backends import HARDWARE, requires_cuda
 from tests.core import fake_cudnn
-from tests.core.c_library import FOLDER
+from tests.core.c_library import FOLDER, CRuntime, PlayerError, stub
 from tests.core.composed_cases import Layer
 from tests.core.fake_cuda import B200, Make
 from tests.core.program_proof import Proof, proved
@@ -167,6 +168,54 @@ def test_layers_of_a_transformer(proof: Proof, case: Layer) -> None:
     """Whole layers: products, kernels and attention in one entry."""
     proved(proof, case)
     assert proof.tapes == 2
+
+
+def altered(content: bytes, change: Callable[[Program, list[Step]], None]) -> bytes:
+    """A program whose attention is another one, digest and all."""
+    program = unpack(content)
+    change(program, next(e for e in program.entries if e.name == "attention").steps)
+    return pack(program)
+
+
+def _place(steps: list[Step], kind: int, **changes: Any) -> None:
+    at = next(i for i, step in enumerate(steps) if step.kind == kind)
+    steps[at] = steps[at]._replace(**{name: change(getattr(steps[at], name)) for name, change in changes.items()})
+
+
+BROKEN: dict[str, Callable[[Program, list[Step]], None]] = {
+    "attention of no plan": lambda p, s: _place(s, file.ATTEND, target=lambda n: len(p.plans)),
+    "attention without its workspace": lambda p, s: _place(s, file.ATTEND, patches=lambda found: found[1:]),
+    "attention without a tensor": lambda p, s: _place(s, file.ATTEND, patches=lambda found: (found[0], *found[2:])),
+    "attention's arguments": lambda p, s: _place(s, file.ATTEND, words=lambda found: found[:-1]),
+    "an address in a file": lambda p, s: _place(s, file.ATTEND, words=lambda found: (found[0], 4096, *found[2:])),
+    "an address for a number": lambda p, s: _place(
+        s, file.ATTEND, patches=lambda found: (*found, found[1]._replace(number=1 + _scalar(p)))
+    ),
+    "a step with memory outside of a slot": lambda p, s: _place(
+        s, file.ATTEND, patches=lambda found: (found[0]._replace(offset=found[0].offset + 1), *found[1:])
+    ),
+    "a copy of nothing": lambda p, s: _place(s, file.COPY, target=lambda n: len(p.contents)),
+    "a copy's address": lambda p, s: _place(s, file.COPY, patches=lambda found: ()),
+    "a plan without content": lambda p, s: p.plans.__setitem__(0, p.plans[0]._replace(content=9)),
+    "a plan's tensors": lambda p, s: p.plans.__setitem__(0, p.plans[0]._replace(tensors=((1, 0),) * 65)),
+    "a plan's tensor of no kind": lambda p, s: p.plans.__setitem__(0, p.plans[0]._replace(tensors=((1, 3),) * 9)),
+}
+
+
+def _scalar(program: Program) -> int:
+    return [kind for _, kind in program.plans[0].tensors].index(file.VALUE)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_attention_is_refused(what: str) -> None:
+    content = (FOLDER / "tests" / "linear.te").read_bytes()
+    runtime = CRuntime()
+    stub().stub_device(1, 9, 0)
+    runtime.load(content).free()
+    with pytest.raises(PlayerError, match=f"got {what} ") as found:
+        runtime.load(altered(content, BROKEN[what]))
+    assert found.value.status == 4
+    runtime.destroy()
 
 
 # ------------------------------------------------------------------------------------------------- the library itself
