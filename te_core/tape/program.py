@@ -288,7 +288,6 @@ class _Steps:
         found = tuple(Patch(2, p.slot, p.offset) for p in step.patches)
         return file.Step(file.FILL, 0, way, 0, (0, step.nbytes, self._address(step, step.address)), found)
 
-
     def _attention(self, step: Attended, way: int) -> Iterator[file.Step]:
         """What the frontend does before a run, and the run."""
         graph = step.graph
@@ -302,9 +301,15 @@ class _Steps:
                 refused(self.tape.what, f"no memory for {graph.operands[source]!r} in {step!r}")
             return Patch(number, known[source].slot, known[source].offset + offset)
 
-        for offset, content in kept.copied:
-            number = self.program.number("contents", content)
-            yield file.Step(file.COPY, number, way, 0, (0,), (at(0, cudnn_stored.WORKSPACE, offset),))
+        for offset, copied in kept.copied:
+            yield file.Step(
+                file.COPY,
+                self.program.number("contents", copied),
+                way,
+                0,
+                (0,),
+                (at(0, cudnn_stored.WORKSPACE, offset),),
+            )
         for offset, nbytes in kept.zeroed:
             yield file.Step(file.FILL, 0, way, 0, (0, nbytes, 0), (at(2, cudnn_stored.WORKSPACE, offset),))
         results = {i for i, name in enumerate(graph.operands) if name in written_by(graph.operands)}

@@ -240,8 +240,8 @@ def pack(program: Program) -> bytes:
         w.add("products", (*numbers, *layouts, *w.of(p.text)))
     w.add("contents", *[(w.bytes_of(content), len(content)) for content in program.contents])
     for plan in program.plans:
-        numbers = w.add("numbers", *[(n,) for part in zip(*plan.tensors, strict=True) for n in part])[0]
-        w.add("plans", (plan.content, numbers, len(plan.tensors), 0, plan.workspace, *w.of(plan.text)))
+        tensors = w.add("numbers", *[(n,) for part in zip(*plan.tensors, strict=True) for n in part])[0]
+        w.add("plans", (plan.content, tensors, len(plan.tensors), 0, plan.workspace, *w.of(plan.text)))
     w.add("ways", *[(*w.of(name), parent, 0) for name, parent in program.ways])
     for e in program.entries:
         _add_entry(w, e)

@@ -1,4 +1,4 @@
-"""The player in C (bindings/c), built for tests, on its stubs of the driver, cuBLASLt and cuDNN; and its calls by ctypes."""
+"""The player in C (bindings/c), built for tests, on stubs of the driver, cuBLASLt and cuDNN; its calls by ctypes."""
 
 from __future__ import annotations
 

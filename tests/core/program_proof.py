@@ -104,7 +104,6 @@ class Doors:
         line += f" algorithm {ctypes.string_at(algorithm, lt_.ALGO_BYTES).hex()}: {' '.join(map(_hex, (a, b, c, d)))}"
         self.lines.append(f"{line} workspace {_hex(workspace)} {nbytes} stream {_pointer(stream)}")
 
-
     def _attend(self, run: fake_cudnn.Run) -> None:
         """What a real frontend does of a run: it prepares the workspace, and adds to the tensors that it is given."""
         graph, at, stream = run.graph, run.workspace, f"stream {_pointer(run.stream)}"

@@ -1,7 +1,7 @@
 """`python -m tests.core.stub_program PATH`: a program for bindings/c/tests/stub.c.
 
-It has all kinds of steps: a linear with delayed scaling, the update of its scales, attention, work on another stream, and
-scratch memory that begins as zeros. Its modules are texts. It is kept there, so that the tests in C need no Python.
+It has all kinds of steps: a linear with delayed scaling, the update of its scales, attention, work on another stream,
+and scratch memory that begins as zeros. Its modules are texts. It is kept there, so that the tests in C need no Python.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ def test_tensors_come_by_number() -> None:
     ],
 )
 def test_scalars_are_bits(kind: int, value: Any, form: str, number: float) -> None:
-    known = {**KNOWN, "pass_by_values": {"40": {"index": kind, "value": value}, "41": {"index": 5, "value": "BFC00000"}}}
+    known = {
+        **KNOWN,
+        "pass_by_values": {"40": {"index": kind, "value": value}, "41": {"index": 5, "value": "BFC00000"}},
+    }
     *_, last, least, _ = stored(graph(known, (1, 7, 9, 300))).operands
     assert last == Operand(40, value=int.from_bytes(struct.pack(form, number), "little"))
     assert least == Operand(41, value=0xBFC0)

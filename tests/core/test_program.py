@@ -12,6 +12,7 @@ import pytest
 
 import te_core
 from te_core import calls
+from te_core.backends.cuda.cudnn import Attended, Graph
 from te_core.backends.cuda.gemm_run import Multiplied
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.kernels.reads import only_read
@@ -133,6 +134,24 @@ def test_files_are_printed_and_compared(make: Make, tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert "-gemm 48 x 96 x 64" in said and "+gemm 64 x 96 x 64" in said
     assert main([str(tmp_path / "none.te")]) == 2 and "To do" in capsys.readouterr().err
+
+
+def test_attention_says_what_it_writes(make: Make) -> None:
+    """Its results and its workspace, and nothing that comes in."""
+    machine = make()
+    for tape in tapes_of(machine, Attention({"bias": "alibi", "default_slopes": True, "right": 0})):
+        program = program_of(tape)
+        assert unpack(pack(program)) == program and program.facts["cudnn"] == "91900"
+        (entry,), (plan,) = program.entries, program.plans
+        assert [s.written for s in entry.slots] == [i >= entry.inputs for i in range(len(entry.slots))]
+        said = "\n".join(lines_of(program))
+        assert f"cuDNN graph of {tape_graph(tape).count} tensors, plan" in said and "copy 12 bytes" in said
+        assert len(plan.tensors) > tape_graph(tape).count, "scalars and the workspace's"
+
+
+def tape_graph(tape: Tape) -> Graph:
+    """That of the attention in it."""
+    return next(step.graph for step in tape.steps if isinstance(step, Attended))
 
 
 def test_broken_files_are_refused(make: Make, tmp_path: Path) -> None:

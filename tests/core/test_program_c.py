@@ -25,8 +25,8 @@ from te_core.ops import raw
 from te_core.ops.quantize import ScalingState
 from te_core.program import Example, tape_of
 from te_core.runtime import ByteAllocator, Runtime
-from te_core.tape import taped
 from te_core.tape import program_file as file
+from te_core.tape import taped
 from te_core.tape.program_file import Program, Step, pack, unpack
 from te_core.tensor import Tensor
 from tests.backends import HARDWARE, requires_cuda

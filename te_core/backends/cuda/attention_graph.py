@@ -59,7 +59,6 @@ OPERANDS = (
 UIDS = {name: number + 1 for number, name in enumerate(OPERANDS)}
 
 
-
 def written_by(operands: Sequence[str]) -> frozenset[str]:
     """Of a graph's tensors, those that a run writes."""
     results = ("dq", "dk", "dv", "dbias", "dsink") if "dq" in operands else ("out", "stats", "sum_exp")
