@@ -317,6 +317,8 @@ struct te_runtime {
     te_outgrown *outgrown;
     char **names; /* of scratch memory and streams */
     uint32_t name_count, program_count;
+    uint64_t python; /* its number in te_core.embed; 0: none */
+    struct te_recorded *updates; /* of scaling states */
 };
 
 /* Make the device's context current if it is not. */
@@ -378,5 +380,23 @@ te_status te_attend(te_program *program, te_local *local, uint32_t plan, void *w
 
 te_status te_product_make(te_program *program, void *handle, uint32_t number, te_product *product);
 void te_product_free(const te_doors *doors, te_product *product);
+
+/* --------------------------------------------------------------------------------------------- layers (te_core.embed) */
+
+/* What te_core.embed answered: numbers, texts with a zero behind each, and bytes. */
+typedef struct {
+    char *content; /* to be freed */
+    const int64_t *words;
+    const char *texts, *bytes;
+    size_t word_count, text_count, size;
+} te_answer;
+
+enum { ASKED = 8 };
+/* Ask te_core.embed, with the interpreter's lock held. */
+te_status te_python_ask(const char *operation, const char *what, const uint64_t asked[ASKED], te_answer *answer);
+/* Let go of what te_core.embed knows by a number. */
+void te_python_drop(uint64_t number);
+/* Free all layers, states and kept calls of a runtime. */
+void te_layers_free(te_runtime *runtime);
 
 #endif
