@@ -54,6 +54,11 @@ BENCHMARKS = {
                  "target", "ok"),
         ratio="of_interpreted", reference="time of forward and backward, 1 = interpreted in the same process",
     ),
+    "players": Benchmark(
+        columns=("case", "recipe", "python fwd us", "c fwd us", "of_python fwd", "python fwd+bwd us", "c fwd+bwd us",
+                 "of_python fwd+bwd", "python peak MiB", "c peak MiB", "equal", "ok"),
+        ratio="of_python fwd+bwd", reference="host time of forward and backward, 1 = TE_CORE_PLAYER=python",
+    ),
     "end_to_end": Benchmark(
         columns=("case", "recipe", "interpreted ms", "ms", "tokens/s", "MFU", "interpreted peak GiB", "peak GiB",
                  "first loss", "last loss", "target", "ok"),

@@ -1,4 +1,4 @@
-"""The player in C (bindings/c), built for tests, on its stubs of the driver and cuBLASLt; and its calls by ctypes."""
+"""The player in C (bindings/c), built for tests, on stubs of the driver, cuBLASLt and cuDNN; its calls by ctypes."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class Options(ctypes.Structure):
         ("user", c_void_p),
         ("libcuda", c_char_p),
         ("libcublaslt", c_char_p),
+        ("libcudnn", c_char_p),
     ]
 
 
@@ -147,11 +148,11 @@ def library() -> ctypes.CDLL:
 
 @cache
 def stub() -> ctypes.CDLL:
-    """The driver and the cuBLASLt that are not there."""
+    """The driver, the cuBLASLt and the cuDNN that are not there."""
     lib = ctypes.CDLL(str(built() / "libstub.so"))
     lib.stub_log.restype = c_char_p
     lib.stub_note.argtypes = [c_char_p]
-    lib.stub_arguments.argtypes = [c_char_p, c_char_p]
+    lib.stub_arguments.argtypes = [c_char_p, c_uint64, c_char_p]
     lib.stub_lt_version.argtypes = [c_size_t, ctypes.c_int]
     lib.stub_fail.argtypes = [c_char_p, ctypes.c_int, ctypes.c_int]
     lib.stub_mute(0)
@@ -184,11 +185,12 @@ class CRuntime:
         free: Any = None,
         libcuda: str = "",
         libcublaslt: str = "",
+        libcudnn: str = "",
         stream: int = 5,
         device_type: int = 2,
     ) -> None:
         stubbed = str(built() / "libstub.so")
-        names = [(path or stubbed).encode() for path in (libcuda, libcublaslt)]
+        names = [(path or stubbed).encode() for path in (libcuda, libcublaslt, libcudnn)]
         self._alloc = _ALLOC() if alloc is None else alloc
         self._free = _FREE() if free is None else free
         if not isinstance(self._alloc, _ALLOC):

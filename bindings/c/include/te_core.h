@@ -85,8 +85,9 @@ typedef struct {
     void *user;
     const char *libcuda;     /* a path; NULL: TE_LIBCUDA of the environment, else libcuda.so.1 */
     const char *libcublaslt; /* a path; NULL: TE_LIBCUBLASLT, else libcublasLt.so.13, else .12 */
+    const char *libcudnn;    /* a path; NULL: TE_LIBCUDNN, else libcudnn.so.9 */
 } te_runtime_options;
-#define TE_RUNTIME_OPTIONS {sizeof(te_runtime_options), 2, 0, NULL, NULL, NULL, NULL, NULL, NULL}
+#define TE_RUNTIME_OPTIONS {sizeof(te_runtime_options), 2, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 
 TE_API te_status te_runtime_create(const te_runtime_options *options, te_runtime **runtime);
 /* Gives back scratch memory on its streams, and frees all programs. No other thread may be in a call. */
@@ -125,7 +126,7 @@ TE_API te_status te_program_slots(const te_program *program, int32_t entry, cons
                                   int32_t *inputs, int32_t *outputs);
 /* What a call needs besides, if it is to take no memory. */
 TE_API te_status te_program_block_bytes(const te_program *program, int32_t entry, size_t *bytes);
-/* What versions it was recorded for: "te_core", "cublasLt", "driver", "device", "architecture"; NULL: not said. */
+/* What versions it was recorded for: "te_core", "cublasLt", "cudnn", "driver", "device", "architecture"; NULL: not said. */
 TE_API const char *te_program_fact(const te_program *program, const char *name);
 
 typedef struct {

@@ -57,12 +57,14 @@ te_status te_runtime_create(const te_runtime_options *options, te_runtime **runt
     const char *op = "te_runtime_create", *do_ = "begin with te_runtime_options o = TE_RUNTIME_OPTIONS";
     if (options == NULL || runtime == NULL) return te_fail(TE_ARGUMENT, op, "options and a place", do_, "NULL");
     *runtime = NULL;
-    if (options->size < sizeof *options || options->size > 4096) /* of a later header: what is added is not known here */
+    /* Of an earlier header: what it lacks is NULL. Of a later one: what is added is not known here. */
+    const bool earlier = options->size == offsetof(te_runtime_options, libcudnn);
+    if ((options->size < sizeof *options && !earlier) || options->size > 4096)
         return te_fail(TE_ARGUMENT, op, "the size of te_runtime_options", do_, "size %zu", options->size);
     te_runtime *rt = calloc(1, sizeof *rt);
     if (rt == NULL) return no_memory(op, sizeof *rt);
     (void)pthread_mutex_init(&rt->lock, NULL);
-    rt->options = *options;
+    memcpy(&rt->options, options, earlier ? options->size : sizeof *options);
     rt->serial = atomic_fetch_add(&serials, 1);
     te_status status = TE_OK;
     const bool host = rt->options.device_type == kDLCPU;
@@ -77,6 +79,10 @@ te_status te_runtime_create(const te_runtime_options *options, te_runtime **runt
     if (status == TE_OK && !host && rt->options.libcublaslt != NULL) { /* the text need not live longer */
         status = te_doors_open_lt(&rt->doors, rt->options.libcublaslt);
         rt->options.libcublaslt = NULL;
+    }
+    if (status == TE_OK && rt->options.libcudnn != NULL) {
+        status = te_doors_open_cudnn(&rt->doors, rt->options.libcudnn);
+        rt->options.libcudnn = NULL;
     }
     if (status == TE_OK)
         *runtime = rt;
@@ -115,6 +121,7 @@ void te_runtime_destroy(te_runtime *rt) {
         if (there) free_lanes(rt, local->lanes);
         if (there && local->event != NULL) (void)rt->doors.cuEventDestroy_v2(local->event);
         if (there && local->handle != NULL) (void)rt->doors.cublasLtDestroy(local->handle);
+        if (there && local->cudnn != NULL) (void)rt->doors.cudnnDestroy(local->cudnn);
         free(local->bounds);
         free(local);
     }

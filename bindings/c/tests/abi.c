@@ -15,6 +15,7 @@ int main(void) {
     AT(te_runtime_options, size), AT(te_runtime_options, device_type), AT(te_runtime_options, device_id);
     AT(te_runtime_options, stream), AT(te_runtime_options, alloc), AT(te_runtime_options, free);
     AT(te_runtime_options, user), AT(te_runtime_options, libcuda), AT(te_runtime_options, libcublaslt);
+    AT(te_runtime_options, libcudnn);
     SIZE(te_error_info);
     AT(te_error_info, size), AT(te_error_info, status), AT(te_error_info, operation), AT(te_error_info, got);
     AT(te_error_info, allowed), AT(te_error_info, to_do), AT(te_error_info, message), AT(te_error_info, step);
