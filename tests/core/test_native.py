@@ -30,6 +30,7 @@ from tests.core.tape_cases import FP32, MLP, Linear, Maker
 from tests.core.tape_more_cases import Attention, Norm, Softmax
 from tests.core.tape_proof import Tapes, compare, made, proved, run
 from tests.core.test_tape_beside import LAYERS, build
+from tests.core.test_tape_cuda import ATTENTION, GROUPS, SHOWN, SMALL
 from tests.core.test_tape_said import WORDS, called, failing
 from tests.threads import switching, together
 
@@ -55,6 +56,17 @@ def test_layers_with_products(machine: Machine, recipe: str | None) -> None:
         proved(machine, replace(linear, **changes))
     for changes in ({}, {"checkpoint": True}, {"rows": 2048, "hidden": 256, "inner": 512, "activation": "swiglu"}):
         proved(machine, replace(mlp, **changes))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("group", [*GROUPS, *ATTENTION, *SMALL])
+def test_all_layers(machine: Machine, group: str) -> None:
+    """Every case that is compared with Python's player."""
+    fp8 = {"fp8": True, "heads": 4, "groups": 4, "d": 128} if group == "fp8" else {}
+    found = [*SMALL.get(group, ()), *(Attention(**{**fp8, **options}) for options in ATTENTION.get(group, ()))]
+    recipes = [recipe for of, recipe in SHOWN if of == group]
+    for case in (*found, *(case for recipe in recipes for case in GROUPS[group](recipe))):
+        proved(machine, case)
 
 
 @pytest.mark.parametrize("machine", [(B200,)], indirect=True)
