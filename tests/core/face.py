@@ -26,6 +26,7 @@ from te_core.ops.attention import Attended
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
 from te_core.ops.context import Span
 from te_core.ops.kv_cache import KVCache
+from te_core.ops.loss import LossTerms
 from te_core.ops.norm import Branch
 from te_core.ops.quantize import ScalingState
 from te_core.quantize.state import Scales
@@ -114,6 +115,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
     routing, experts = rt.tensor(np.eye(ROWS, 4, dtype=np.int32)), rt.tensor(np.zeros((ROWS, 2), np.int32))
     row_map, pads, probs = ops.mask_row_map(rt, routing), rt.tensor(np.zeros(4, np.int64)), tensor(rt, ROWS, 4)
     chunks = rt.tensor(np.array([3, 5], np.int32)), rt.tensor(np.array([1, 0], np.int32))
+    goal, terms, facts = rt.tensor(np.arange(ROWS)), LossTerms(WIDTH), tensor(rt, 2, ROWS, 3)
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         **_context(rt, heads, done),
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
@@ -143,6 +145,12 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "kv_move": ((cache, rt.tensor(np.array([[0, 1, 3]], np.int32))), {"longest": 8}),
         "l2_norm_forward": ((x,), {"eps": 1e-6}),
         "l2_norm_backward": ((x, x), {"eps": 1e-6}),
+        "loss_facts": ((x, goal), {"terms": terms, "out": tensor(rt, ROWS, 3)}),
+        "loss_gradient": (
+            (x, goal),
+            {"terms": terms, "known": facts, "grad": rows, "scale": one, "out": tensor(rt, ROWS, WIDTH)},
+        ),
+        "loss_values": ((facts, goal), {"terms": terms}),
         "mask_row_map": ((routing,), {}),
         "norm_forward": (
             (x, vector, vector),
