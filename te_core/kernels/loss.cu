@@ -99,7 +99,7 @@ __device__ __forceinline__ float log_sum_of(const float* known, int ranks, i64 r
 
 extern "C" __global__ void __launch_bounds__(SIZE)
     loss(const T* x, const TARGET* __restrict__ target, float* facts, const float* known, const float* __restrict__ grad,
-         const float* __restrict__ scale, T* dx, i64 rows, i64 first, i64 classes, i64 ignore, int cols, int ranks,
+         T* dx, i64 rows, i64 first, i64 classes, i64 ignore, int cols, int ranks,
          int grad_step, float smoothing, float z_loss) {
     extern __shared__ uint4 dynamic[];
     __shared__ float scratch[32];
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(SIZE)
         lse = log_sum_of(known, ranks, rows, row);
     }
     if (!GRADIENT) return;
-    float g = (grad ? grad[row * grad_step] : 1.f) * (scale ? *scale : 1.f);
+    float g = grad ? grad[row * grad_step] : 1.f;
     if (goal.wrong) g = not_a_number();
     const float shift = lse * LOG2E, factor = g * fmaf(2.f * z_loss, lse, 1.f);
     const float even = g * smoothing / float(classes), own = g * (1.f - smoothing);

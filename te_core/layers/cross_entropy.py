@@ -32,12 +32,22 @@ class HeadSpec:
 
     linear: LinearSpec  # of the product; its needs of hidden's and the weight's gradient
     terms: LossTerms
+    total: str = "sum"  # of the losses (te_core.ops.loss.TOTALS)
     chunk: int | None = None  # rows whose logits are there at a time; None: `chunk_rows`
     bias_gradient: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1):
             raise ArgumentError("linear_cross_entropy", f"chunk={self.chunk!r}", "a number of rows", "leave it out")
+
+
+class HeadOperands(NamedTuple):
+    """What the loss of a product reads."""
+
+    hidden: Tensor  # [M, K]
+    weight: Value  # [V, K]
+    bias: Tensor | None
+    target: Tensor
 
 
 class Loss(NamedTuple):
@@ -80,31 +90,21 @@ def logits_backward(
     *,
     terms: LossTerms,
     grad: Tensor,
-    scale: Tensor | None = None,
     out: Tensor | None = None,
     comm: Communicator | None = None,
 ) -> Tensor:
-    """The gradient of logits, in `out` if given; grad is that of the losses [M], or of their total [1] with `scale`."""
+    """The gradient of logits, in `out` if given; grad float32 [M], or [1] for all."""
     known = _of_all(rt, facts, comm)
-    return ops.loss_gradient(rt, logits, target, terms=terms, known=known, grad=grad, scale=scale, out=out)[0]
+    return ops.loss_gradient(rt, logits, target, terms=terms, known=known, grad=grad, out=out)[0]
 
 
 @explained
 def head_forward(
-    rt: Runtime,
-    hidden: Tensor,
-    weight: Value,
-    bias: Tensor | None,
-    target: Tensor,
-    *,
-    spec: HeadSpec,
-    total: str = "sum",
-    comm: Communicator | None = None,
-    gradients: bool = False,
+    rt: Runtime, given: HeadOperands, *, spec: HeadSpec, comm: Communicator | None = None, gradients: bool = False
 ) -> tuple[Loss, Gradients | None]:
     """The loss of hidden [M, K] weight [V, K]^T + bias; with `gradients` those of the sum of losses, on the way."""
-    head = _Head(rt, hidden, weight, bias, spec, comm)
-    facts = rt.empty((hidden.shape[0], FACTS), dtypes.float32)
+    head, target = _Head(rt, given, spec, comm), given.target
+    facts = rt.empty((target.shape[0], FACTS), dtypes.float32)
     for rows in head.chunks():
         logits, part, goal = head.logits(rows), facts.rows(*rows), target.rows(*rows)
         if gradients and comm is None:
@@ -115,25 +115,16 @@ def head_forward(
                 ops.loss_gradient(rt, logits, goal, terms=spec.terms, known=_of_all(rt, part, comm), out=logits)
         if gradients:
             head.add_gradients(rows, logits)
-    values = ops.loss_values(rt, _of_all(rt, facts, comm), target, terms=spec.terms, total=total)
+    values = ops.loss_values(rt, _of_all(rt, facts, comm), target, terms=spec.terms, total=spec.total)
     return Loss(*values, facts), head.gradients() if gradients else None
 
 
 @explained
 def head_backward(
-    rt: Runtime,
-    hidden: Tensor,
-    weight: Value,
-    bias: Tensor | None,
-    target: Tensor,
-    facts: Tensor,
-    grad: Tensor,
-    *,
-    spec: HeadSpec,
-    comm: Communicator | None = None,
+    rt: Runtime, given: HeadOperands, facts: Tensor, grad: Tensor, *, spec: HeadSpec, comm: Communicator | None = None
 ) -> Gradients:
     """The gradients of losses whose own are `grad` [M]: the logits are computed again."""
-    head = _Head(rt, hidden, weight, bias, spec, comm)
+    head, target = _Head(rt, given, spec, comm), given.target
     for rows in head.chunks():
         logits, part = head.logits(rows), grad.rows(*rows)
         known = _of_all(rt, facts.rows(*rows), comm)
@@ -161,16 +152,9 @@ def _of_all(rt: Runtime, facts: Tensor, comm: Communicator | None) -> Tensor:
 class _Head:
     """The product over chunks of rows: what is made once, and what adds up."""
 
-    def __init__(
-        self,
-        rt: Runtime,
-        hidden: Tensor,
-        weight: Value,
-        bias: Tensor | None,
-        spec: HeadSpec,
-        comm: Communicator | None,
-    ) -> None:
-        self.rt, self.hidden, self.weight, self.bias, self.spec, self.comm = rt, hidden, weight, bias, spec, comm
+    def __init__(self, rt: Runtime, given: HeadOperands, spec: HeadSpec, comm: Communicator | None) -> None:
+        hidden, weight, self.bias, _ = given
+        self.rt, self.hidden, self.weight, self.spec, self.comm = rt, hidden, weight, spec, comm
         self.product = Product(spec.linear)
         self.w = weight_operand(rt, weight, self.product, None)
         self.kept: tuple[Tensor | None, Tensor | None] = None, None

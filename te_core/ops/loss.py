@@ -63,8 +63,7 @@ class LossOperands(NamedTuple):
     target: Tensor
     facts: Tensor  # written where `known` is None
     known: Tensor | None  # [ranks, M, FACTS]
-    grad: Tensor | None  # of each row's loss, or of all
-    scale: Tensor | None  # and what that is multiplied with
+    grad: Tensor | None  # of each row's loss, or one for all
     out: Tensor | None
 
 
@@ -74,7 +73,7 @@ def loss_facts(rt: Runtime, logits: Tensor, target: Tensor, *, terms: LossTerms,
     _check_rows(op, rt, logits, target, terms)
     facts = _facts(op, rt, logits, out)
     spec = LossOpSpec(logits.shape, logits.dtype, target.dtype, _check.off(logits))
-    rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, facts, None, None, None, None))
+    rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, facts, None, None, None))
     return facts
 
 
@@ -103,14 +102,13 @@ def loss_gradient(
     terms: LossTerms,
     known: Tensor | None = None,
     grad: Tensor | None = None,
-    scale: Tensor | None = None,
     out: Tensor | None = None,
     facts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(the gradient of logits, in their dtype; facts). `out` may be logits.
 
     known: the facts of all ranks. Without them logits are all classes, and the same pass finds their facts. grad:
-    float32 [M] or [1], scale float32 [1]: what the gradient is multiplied by; 1 each where left out.
+    float32 [M], or [1] for all rows: what the gradient is multiplied by.
     """
     op = "loss_gradient"
     _check_rows(op, rt, logits, target, terms)
@@ -123,15 +121,14 @@ def loss_gradient(
         _check_known(op, known, rows)
     if grad is not None:
         _check.vector(op, "grad", grad, 1 if grad.shape == (1,) else rows, (dtypes.float32,))
-    _check.vector(op, "scale", scale, 1, (dtypes.float32,))
-    _check.on_device(op, rt.device, known, grad, scale)
+    _check.on_device(op, rt.device, known, grad)
     _check.result(op, rt.device, "out", out, logits.shape, (logits.dtype,))
     if out is None:
         out = rt.empty(logits.shape, logits.dtype)
     spec = LossOpSpec(logits.shape, logits.dtype, target.dtype, _check.off(logits, out))
     read = known if facts is None else facts
     assert read is not None
-    rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, read, known, grad, scale, out))
+    rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, read, known, grad, out))
     return out, None if known is not None else facts
 
 

@@ -28,7 +28,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, refuse_dtensor, runtime_for, to_core, to_torch, warn
 from te_torch.values import OptionError, check_flags, check_numbers, is_size
 
-_REDUCTIONS = {"none": "sum", "sum": "sum", "mean": "mean"}
+_TOTALS = {"none": "sum", "sum": "sum", "mean": "mean"}
 _TARGETS = (torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16)
 _eager_only = never_traced("te_torch's losses run eagerly")
 
@@ -50,7 +50,7 @@ def parallel_cross_entropy(
 
     With `dist_process_group` each rank has its V of the classes, in the order of ranks; targets are those of all. Where
     the target is `ignore_idx`, loss and gradient are 0. reduce_loss=True: the mean over the others, shape [1], 0 over
-    none. The gradient has the dtype of the logits and memory of its own; with in_place=True it takes that of the logits,
+    none. The gradient has the logits' dtype and memory of its own; with in_place=True it takes that of the logits,
     which nobody else may need then. It is capturable in any case.
     """
     op = "parallel_cross_entropy"
@@ -68,7 +68,7 @@ def parallel_cross_entropy(
     terms = _terms(op, inp.shape[-1], comm, ignore_idx, label_smoothing, 0.0)
     goal = _target(op, target, inp.shape[:-1].numel(), inp, terms)
     loss = _Logits.apply(inp, goal, _OfLogits(terms, "mean of some" if reduce_loss else None, comm, in_place))
-    return loss if reduce_loss else loss.view(inp.shape[:-1])  # type: ignore[no-any-return]
+    return loss if reduce_loss else loss.view(inp.shape[:-1])
 
 
 @_eager_only
@@ -86,15 +86,16 @@ def linear_cross_entropy(
     chunk: int | None = None,
     recipe: Recipe | None = None,
 ) -> torch.Tensor:
-    """The loss of logits = hidden [.., K] weight [V, K]^T + bias, which are there for `chunk` rows at a time; float32.
+    """The loss of logits = hidden [.., K] weight [V, K]^T + bias, which are there for `chunk` rows at a time.
 
-    As torch.nn.functional.cross_entropy of these logits, and z_loss * logsumexp(logits)^2 for each token. For "mean" and
-    "sum" the forward computes gradients, too; for "none" the backward computes the logits again. The weight's adds up in
-    float32, and goes into `weight.main_grad` if there is one. With `group` each rank has its V of the classes and all
-    have the same hidden. `recipe` has the products run in FP8, by maxima or blocks of each chunk: one without history.
+    In float32. As torch.nn.functional.cross_entropy, and z_loss * logsumexp(logits)^2 for each token. For "mean"
+    and "sum" the forward computes gradients, too; for "none" the backward computes the logits again. The weight's adds
+    up in float32, and goes into `weight.main_grad` if there is one. With `group` each rank has its V of the classes,
+    and all have the same hidden. `recipe`, one without history, has the products run in FP8, by maxima or blocks of
+    each chunk.
     """
     op = "linear_cross_entropy"
-    if reduction not in _REDUCTIONS:
+    if reduction not in _TOTALS:
         raise ArgumentError(op, f"reduction={reduction!r}", "'mean', 'sum' or 'none'", "choose one of these")
     if chunk is not None and not is_size(chunk):
         raise ArgumentError(op, f"chunk={chunk!r}", "a number of rows, or None", "leave it out")
@@ -105,9 +106,9 @@ def linear_cross_entropy(
     goal = _target(op, target, hidden.shape[:-1].numel(), hidden, terms)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     linear = LinearSpec(TO_CORE[dtype], _precision(op, recipe), Needs(needs[0], needs[1], False), weight_dtype=_FLOAT)
-    spec = core.HeadSpec(linear, terms, chunk, needs[2])
+    spec = core.HeadSpec(linear, terms, _TOTALS[reduction], chunk, needs[2])
     loss = _Head.apply(hidden, weight, bias, goal, _OfHead(spec, reduction, comm, dtype, any(needs)))
-    return loss.view(target.shape) if reduction == "none" else loss  # type: ignore[no-any-return]
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
 _FLOAT = TO_CORE[torch.float32]
@@ -140,7 +141,7 @@ class _Logits(torch.autograd.Function):
         return losses if call.total is None else total[:1].clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (logits, target, facts, total), call = ctx.saved_tensors, ctx.call
         matrix = to_core(logits).matrix()
@@ -150,8 +151,7 @@ class _Logits(torch.autograd.Function):
             to_core(target),
             to_core(facts),
             terms=call.terms,
-            grad=_dense(grad),
-            scale=None if call.total is None else to_core(total[1:]),
+            grad=_dense(grad if call.total is None else grad * total[1:]),
             out=matrix if call.in_place else None,
             comm=call.comm,
         )
@@ -183,14 +183,9 @@ class _Head(torch.autograd.Function):
         ctx.call, ctx.like = call, (hidden.shape, hidden.dtype, bias.dtype if bias is not None else None)
         ctx.weight = weight  # itself: it may have a `main_grad`
         ctx.now = call.differentiable and call.reduction != "none"
+        operands = _operands(call.dtype, hidden, weight, bias, target)
         found, gradients = core.head_forward(
-            runtime_for(hidden),
-            *_operands(call.dtype, hidden, weight, bias),
-            to_core(target),
-            spec=call.spec,
-            total=_REDUCTIONS[call.reduction],
-            comm=call.comm,
-            gradients=ctx.now,
+            runtime_for(hidden), operands, spec=call.spec, comm=call.comm, gradients=ctx.now
         )
         losses, total, facts = map(to_torch, found)
         if gradients is not None:
@@ -200,7 +195,7 @@ class _Head(torch.autograd.Function):
         return losses if call.reduction == "none" else total[0].clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         call, (shape, dtype, bias_dtype), factor = ctx.call, ctx.like, None
         if ctx.now:
@@ -208,8 +203,10 @@ class _Head(torch.autograd.Function):
             factor = grad.reshape(1) * scale
         else:
             hidden, weight, bias, target, facts = ctx.saved_tensors
-            operands = (*_operands(call.dtype, hidden, weight, bias), to_core(target), to_core(facts), _dense(grad))
-            made = core.head_backward(runtime_for(hidden), *operands, spec=call.spec, comm=call.comm)
+            operands = _operands(call.dtype, hidden, weight, bias, target)
+            made = core.head_backward(
+                runtime_for(hidden), operands, to_core(facts), _dense(grad), spec=call.spec, comm=call.comm
+            )
             found = [t if t is None else to_torch(t) for t in made]
         d_hidden, d_weight, d_bias = found
         return (
@@ -221,12 +218,13 @@ class _Head(torch.autograd.Function):
         )
 
 
-def _operands(dtype: torch.dtype, hidden: torch.Tensor, *others: torch.Tensor | None) -> list[Tensor | None]:
+def _operands(
+    dtype: torch.dtype, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor
+) -> core.HeadOperands:
     """What the product reads, in the dtype that it is computed in."""
-    return [
-        None if t is None else to_core(t.detach().to(dtype).contiguous())
-        for t in (hidden.reshape(-1, hidden.shape[-1]), *others)
-    ]
+    h, w, b = (None if t is None else to_core(t.detach().to(dtype).contiguous()) for t in (hidden, weight, bias))
+    assert h is not None and w is not None
+    return core.HeadOperands(h.matrix(), w, b, to_core(target))
 
 
 def _dense(grad: torch.Tensor) -> Tensor:
@@ -240,9 +238,7 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dty
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _weight_gradient(
-    weight: torch.Tensor, gradient: torch.Tensor, factor: torch.Tensor | None
-) -> torch.Tensor | None:
+def _weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of the weight, or what stands for it where it went into `main_grad`."""
     main = main_grad_of(weight)
     if main is None:
@@ -260,9 +256,7 @@ def _weight_gradient(
     return stand_in_gradient(weight)
 
 
-def _check_product(
-    op: str, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.dtype:
+def _check_product(op: str, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
     """The dtype that the product is computed in; hidden, weight and bias fit together."""
     for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if isinstance(t, QuantizedTorch):
@@ -283,7 +277,7 @@ def _check_product(
     if dtype is not None:
         return dtype
     if {t.dtype for t in (hidden, weight, bias) if t is not None} != {hidden.dtype}:
-        found = f"hidden in {hidden.dtype}, weight in {weight.dtype}" + (f", bias in {bias.dtype}" if bias is not None else "")
+        found = f"hidden in {hidden.dtype}, weight in {weight.dtype}, bias in {getattr(bias, 'dtype', None)}"
         raise ArgumentError(op, found, "one dtype", "convert them, or call it inside torch.autocast")
     return hidden.dtype
 

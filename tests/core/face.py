@@ -91,6 +91,21 @@ def _context(rt: Runtime, heads: Tensor, done: Attended) -> dict[str, tuple[tupl
     }
 
 
+def _losses(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    x, goal, terms, facts = (
+        tensor(rt, ROWS, WIDTH),
+        rt.tensor(np.arange(ROWS)),
+        LossTerms(WIDTH),
+        tensor(rt, 2, ROWS, 3),
+    )
+    gradient = {"terms": terms, "known": facts, "grad": tensor(rt, ROWS), "out": tensor(rt, ROWS, WIDTH)}
+    return {
+        "loss_facts": ((x, goal), {"terms": terms, "out": tensor(rt, ROWS, 3)}),
+        "loss_gradient": ((x, goal), gradient),
+        "loss_values": ((facts, goal), {"terms": terms}),
+    }
+
+
 def operations(rt: Runtime) -> dict[str, Right]:
     """Of every operation, with as many of its optional tensors as go together."""
     x, w, vector = tensor(rt, ROWS, WIDTH), tensor(rt, OUT, WIDTH), tensor(rt, WIDTH)
@@ -115,9 +130,9 @@ def operations(rt: Runtime) -> dict[str, Right]:
     routing, experts = rt.tensor(np.eye(ROWS, 4, dtype=np.int32)), rt.tensor(np.zeros((ROWS, 2), np.int32))
     row_map, pads, probs = ops.mask_row_map(rt, routing), rt.tensor(np.zeros(4, np.int64)), tensor(rt, ROWS, 4)
     chunks = rt.tensor(np.array([3, 5], np.int32)), rt.tensor(np.array([1, 0], np.int32))
-    goal, terms, facts = rt.tensor(np.arange(ROWS)), LossTerms(WIDTH), tensor(rt, 2, ROWS, 3)
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         **_context(rt, heads, done),
+        **_losses(rt),
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
@@ -145,12 +160,6 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "kv_move": ((cache, rt.tensor(np.array([[0, 1, 3]], np.int32))), {"longest": 8}),
         "l2_norm_forward": ((x,), {"eps": 1e-6}),
         "l2_norm_backward": ((x, x), {"eps": 1e-6}),
-        "loss_facts": ((x, goal), {"terms": terms, "out": tensor(rt, ROWS, 3)}),
-        "loss_gradient": (
-            (x, goal),
-            {"terms": terms, "known": facts, "grad": rows, "scale": one, "out": tensor(rt, ROWS, WIDTH)},
-        ),
-        "loss_values": ((facts, goal), {"terms": terms}),
         "mask_row_map": ((routing,), {}),
         "norm_forward": (
             (x, vector, vector),

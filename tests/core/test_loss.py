@@ -12,7 +12,7 @@ from te_core import dtypes, ops
 from te_core.errors import ArgumentError
 from te_core.layers import cross_entropy
 from te_core.layers.communicator import InProcessCommunicator, InProcessRanks
-from te_core.layers.cross_entropy import HeadSpec, chunk_rows
+from te_core.layers.cross_entropy import HeadOperands, HeadSpec, chunk_rows
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.loss import LossTerms
 from te_core.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe, resolve
@@ -93,8 +93,8 @@ def test_totals(rt: Runtime, total: str) -> None:
 def test_a_gradient_of_the_total(rt: Runtime) -> None:
     x, target, _ = inputs((9, 40), "float32")
     goal, terms = rt.tensor(target), LossTerms(40)
-    grad, scale = (rt.tensor(np.array([v], np.float32)) for v in (3.0, 0.125))
-    made, _ = ops.loss_gradient(rt, rt.tensor(x), goal, terms=terms, grad=grad, scale=scale)
+    grad = rt.tensor(np.array([0.375], np.float32))
+    made, _ = ops.loss_gradient(rt, rt.tensor(x), goal, terms=terms, grad=grad)
     check_gradient(rt.numpy(made), reference.loss(x, target, np.full(9, 0.375))[1], "float32")
 
 
@@ -124,7 +124,10 @@ def test_masked_classes(rt: Runtime) -> None:
     seen = x[:, :20]
     expected, dx = reference.loss(np.where(np.isnan(seen), 0, seen), target, np.ones(5))
     parts = [np.ascontiguousarray(x[:, i : i + 20]) for i in (0, 20)]
-    facts = [rt.numpy(ops.loss_facts(rt, rt.tensor(p), goal, terms=replace(whole, first=20 * i))) for i, p in enumerate(parts)]
+    facts = [
+        rt.numpy(ops.loss_facts(rt, rt.tensor(p), goal, terms=replace(whole, first=20 * i)))
+        for i, p in enumerate(parts)
+    ]
     for known, given, terms in (
         (rt.tensor(np.stack(facts)), parts[0], whole),
         (ops.loss_facts(rt, rt.tensor(x), goal, terms=whole).reshape(1, 5, 3), x, whole),
@@ -167,10 +170,8 @@ def test_ranks_of_classes(size: int) -> None:
 
 def head(recipe: Recipe | None, dtype: str, terms: LossTerms, chunk: int | None, needs: bool = True) -> HeadSpec:
     precision = None if recipe is None else resolve(recipe)
-    linear = LinearSpec(
-        dtypes.dtype(dtype), precision, Needs(needs, needs, False), weight_dtype=dtypes.float32
-    )
-    return HeadSpec(linear, terms, chunk, needs)
+    linear = LinearSpec(dtypes.dtype(dtype), precision, Needs(needs, needs, False), weight_dtype=dtypes.float32)
+    return HeadSpec(linear, terms, "sum", chunk, needs)
 
 
 def product(rows: int, width: int, classes: int, dtype: str) -> tuple[np.ndarray, ...]:
@@ -204,12 +205,12 @@ def test_a_product_in_chunks(
 ) -> None:
     """Gradients on the way, and those of losses with gradients of their own, which compute the logits again."""
     operands = product(rows, 32, 72, dtype)
-    hidden, weight, bias, target = given = [placed(rt, t) for t in operands]
+    given = HeadOperands(*[placed(rt, t) for t in operands])
     spec = head(recipe, dtype, LossTerms(72, 0, -100, *factors), chunk)
-    found, gradients = cross_entropy.head_forward(rt, *given, spec=spec, gradients=True)
+    found, gradients = cross_entropy.head_forward(rt, given, spec=spec, gradients=True)
     grad = np.random.default_rng(1).standard_normal(rows).astype(np.float32)
-    again = cross_entropy.head_backward(rt, *given, found.facts, rt.tensor(grad), spec=spec)
-    plain, none = cross_entropy.head_forward(rt, hidden, weight, bias, target, spec=spec)
+    again = cross_entropy.head_backward(rt, given, found.facts, rt.tensor(grad), spec=spec)
+    plain, none = cross_entropy.head_forward(rt, given, spec=spec)
     assert none is None and gradients is not None
     np.testing.assert_array_equal(rt.numpy(plain.losses), rt.numpy(found.losses))
     limit = DB["fp8 linear"] if recipe is not None else DB["bf16"] if dtype == "bfloat16" else DB["fp32"]
@@ -234,11 +235,11 @@ def test_no_more_logits_than_a_chunk(rt: Runtime) -> None:
             return rt.allocator.empty(shape, dtype, stream)
 
     counting = Runtime(rt.device, rt.stream, Counting(), rt.backend)  # type: ignore[arg-type]
-    given = [placed(rt, t) for t in product(50, 32, 72, "bfloat16")]
+    given = HeadOperands(*[placed(rt, t) for t in product(50, 32, 72, "bfloat16")])
     for gradients in (False, True):
         taken.clear()
         spec = head(None, "bfloat16", LossTerms(72), 16, gradients)
-        cross_entropy.head_forward(counting, *given, spec=spec, gradients=gradients)
+        cross_entropy.head_forward(counting, given, spec=spec, gradients=gradients)
         logits = [shape for shape in taken if shape[1:] == (72,)]
         assert logits.count((16, 72)) == 3 and logits.count((2, 72)) == 1
         assert ((72, 32) in taken) is gradients and ((50, 32) in taken) is gradients
@@ -252,11 +253,11 @@ def test_ranks_of_a_product() -> None:
 
     def run(comm: InProcessCommunicator) -> Any:
         rt, mine = Runtime.cpu(), slice(comm.rank * 30, (comm.rank + 1) * 30)
-        given = [rt.tensor(t) for t in (hidden, weight[mine], bias[mine], target)]
+        given = HeadOperands(*[rt.tensor(t) for t in (hidden, weight[mine], bias[mine], target)])
         spec = head(None, "float32", LossTerms(60, comm.rank * 30, -100, *factors), 8)
-        found, made = cross_entropy.head_forward(rt, *given, spec=spec, comm=comm, gradients=True)
+        found, made = cross_entropy.head_forward(rt, given, spec=spec, comm=comm, gradients=True)
         again = cross_entropy.head_backward(
-            rt, *given, found.facts, rt.tensor(np.ones(20, np.float32)), spec=spec, comm=comm
+            rt, given, found.facts, rt.tensor(np.ones(20, np.float32)), spec=spec, comm=comm
         )
         for a, b in zip(made, again, strict=True):
             np.testing.assert_allclose(rt.numpy(a), rt.numpy(b), rtol=1e-5, atol=1e-5)
@@ -313,6 +314,7 @@ def test_cuda_equals_cpu(classes: int) -> None:
         made = ops.loss_gradient(rt, placed(rt, x), rt.tensor(target), terms=LossTerms(classes, 0, -100, 0.1, 1e-4))
         found.append([rt.numpy(t).astype(np.float64) for t in made if t is not None])
     for ours, theirs in zip(*found, strict=True):
-        assert (np.abs(ours - theirs) <= 2 * ROUNDING["bfloat16"] * np.abs(theirs) + 1e-4 * np.abs(theirs).max(axis=1, keepdims=True)).all()
-
-
+        assert (
+            np.abs(ours - theirs)
+            <= 2 * ROUNDING["bfloat16"] * np.abs(theirs) + 1e-4 * np.abs(theirs).max(axis=1, keepdims=True)
+        ).all()

@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 @np.errstate(all="ignore")
 def loss_rows(rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOperands) -> None:
     """The facts of rows, their gradient, or both."""
-    logits, target, facts, known, grad, scale, out = operands
+    logits, target, facts, known, grad, out = operands
     ex, (m, n), source = scratch(rt), spec.shape, logits.numpy()
     goal = target.numpy().astype(np.int64)
     ignored = goal == terms.ignore_index
@@ -28,8 +28,6 @@ def loss_rows(rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOpe
     at = goal - terms.first
     here = ~ignored & ~wrong & (at >= 0) & (at < n)
     g = np.ones(m, np.float32) if grad is None else np.broadcast_to(grad.numpy(), (m,)).copy()
-    if scale is not None:
-        g *= scale.numpy()
     g[wrong] = np.nan
     lse = np.empty(m, np.float32) if known is None else _log_sum(known.numpy()[..., 0])
     for block in row_blocks(m, n):
@@ -68,7 +66,7 @@ def loss_values(
     if terms.label_smoothing:  # a class that is masked by minus infinity counts where it is smoothed only
         values -= smoothing / np.float32(terms.classes) * every
     losses.numpy()[...] = np.where(counted, values, 0)
-    count = np.count_nonzero(counted)
+    count = int(np.count_nonzero(counted))
     summed = np.float64(losses.numpy().sum(dtype=np.float64))
     result = both.numpy()
     result[0] = summed if total == "sum" or (total == "mean of some" and not count) else summed / count
@@ -78,7 +76,7 @@ def loss_values(
 def _log_sum(values: Array) -> Array:
     """log(sum(exp(values))) over the first dimension."""
     if len(values) == 1:
-        return values[0].astype(np.float32)
+        return np.asarray(values[0], np.float32)
     top = np.fmax.reduce(values, axis=0)
     base = np.where(np.isneginf(top), np.float32(0), top)
     return np.asarray(base + np.log(np.exp(values - base).sum(axis=0, dtype=np.float64)), np.float32)

@@ -35,11 +35,11 @@ def loss_rows(rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOpe
     """The facts of rows, their gradient, or both."""
     rows, cols = spec.shape
     width, threads, held = _tiling(rt, spec)
-    logits, target, facts, known, grad, scale, out = operands
+    logits, target, facts, known, grad, out = operands
     kernel = loader.get(
         rt,
         "loss",
-        args="p" * 7 + "qqqq" + "iii" + "ff",
+        args="p" * 6 + "qqqq" + "iii" + "ff",
         DTYPE=TYPES[spec.dtype],
         TARGET=_TARGETS[spec.target],
         VEC=width,
@@ -50,7 +50,7 @@ def loss_rows(rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOpe
     )
     numbers = (rows, terms.first, terms.classes, terms.ignore_index, cols)
     ranks, step = 1 if known is None else known.shape[0], int(grad is not None and grad.size > 1)
-    pointers = (logits, target, facts, known, grad, scale, out)
+    pointers = (logits, target, facts, known, grad, out)
     if rows:
         shared = held * threads * width * spec.dtype.itemsize
         factors = (terms.label_smoothing, terms.z_loss)
@@ -61,9 +61,7 @@ def loss_values(
     rt: Runtime, terms: LossTerms, total: str, facts: Tensor, target: Tensor, losses: Tensor, both: Tensor
 ) -> None:
     """The loss of each row, and their total."""
-    kernel = loader.get(
-        rt, "loss_values", args="ppppqqqiff", TARGET=_TARGETS[target.dtype], HOW=_TOTALS[total]
-    )
+    kernel = loader.get(rt, "loss_values", args="ppppqqqiff", TARGET=_TARGETS[target.dtype], HOW=_TOTALS[total])
     ranks, rows, _ = facts.shape
     numbers = (rows, terms.classes, terms.ignore_index, ranks, terms.label_smoothing, terms.z_loss)
     kernel(rt, 1, 1024, facts, target, losses, both, *numbers)
