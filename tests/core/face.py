@@ -132,7 +132,6 @@ def operations(rt: Runtime) -> dict[str, Right]:
     chunks = rt.tensor(np.array([3, 5], np.int32)), rt.tensor(np.array([1, 0], np.int32))
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         **_context(rt, heads, done),
-        **_losses(rt),
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
@@ -186,7 +185,9 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "update_scales": (([state], "max"), {}),
         "plan_update": (([state], "max"), {}),
     }
-    return {name: Right(getattr(ops, name), (rt, *args), options) for name, (args, options) in calls.items()}
+    return {
+        name: Right(getattr(ops, name), (rt, *args), options) for name, (args, options) in (calls | _losses(rt)).items()
+    }
 
 
 #: What is public and takes no tensor of the caller's.

@@ -204,6 +204,7 @@ def test_a_product_in_chunks(
     rt: Runtime, recipe: Recipe | None, dtype: str, rows: int, chunk: int | None, factors: tuple[float, float]
 ) -> None:
     """Gradients on the way, and those of losses with gradients of their own, which compute the logits again."""
+    rt = poisoned(rt, 0xFF)
     operands = product(rows, 32, 72, dtype)
     given = HeadOperands(*[placed(rt, t) for t in operands])
     spec = head(recipe, dtype, LossTerms(72, 0, -100, *factors), chunk)
