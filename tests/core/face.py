@@ -113,8 +113,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
     q8, w8 = ops.quantize(rt, x, cast(rt)), ops.quantize(rt, w, cast(rt))
     rng = rt.tensor(np.array([1, 2], np.int64))
     heads, freqs = tensor(rt, 8, 2, HEADS, D), tensor(rt, 8, D)
-    packed = tensor(rt, 8, 2, 3 * HEADS * D)
-    scores = tensor(rt, 2, HEADS, 8, 8)
+    packed, scores = tensor(rt, 8, 2, 3 * HEADS * D), tensor(rt, 2, HEADS, 8, 8)
     cache = KVCache(*(tensor(rt, 2, 16, HEADS, D) for _ in range(2)))
     paged = KVCache(*(tensor(rt, 4, 8, HEADS, D) for _ in range(2)), rt.tensor(np.array([[0, 1], [2, 3]], np.int32)))
     state = ScalingState(tensor(rt, 3, value=1.0), tensor(rt, 4, 3, value=1.0), tensor(rt, 3, value=1.0), 448.0)
@@ -132,6 +131,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
     chunks = rt.tensor(np.array([3, 5], np.int32)), rt.tensor(np.array([1, 0], np.int32))
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         **_context(rt, heads, done),
+        **_losses(rt),
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
@@ -185,9 +185,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "update_scales": (([state], "max"), {}),
         "plan_update": (([state], "max"), {}),
     }
-    return {
-        name: Right(getattr(ops, name), (rt, *args), options) for name, (args, options) in (calls | _losses(rt)).items()
-    }
+    return {name: Right(getattr(ops, name), (rt, *args), options) for name, (args, options) in calls.items()}
 
 
 #: What is public and takes no tensor of the caller's.
