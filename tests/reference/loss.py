@@ -11,6 +11,18 @@ def loss(
     x: Array, target: Array, grad: Array, ignore: int = -100, smoothing: float = 0.0, z: float = 0.0
 ) -> tuple[Array, Array]:
     """(the loss of each row, the gradient of x where that of the losses is `grad`)."""
+    losses, terms, goal = _parts(x, target, ignore, smoothing, z)
+    return losses, np.where(target != ignore, grad, 0)[:, None] * (terms - goal)
+
+
+def sizes(x: Array, target: Array, grad: Array, ignore: int = -100, smoothing: float = 0.0, z: float = 0.0) -> Array:
+    """How large the terms of the gradient are."""
+    _, terms, goal = _parts(x, target, ignore, smoothing, z)
+    return np.where(target != ignore, np.abs(grad), 0)[:, None] * (terms + goal)
+
+
+def _parts(x: Array, target: Array, ignore: int, smoothing: float, z: float) -> tuple[Array, Array, Array]:
+    """(the losses, and the two terms of a gradient: powers, and what is aimed at)."""
     x = x.astype(np.float64)
     (rows, classes), kept = x.shape, target != ignore
     at = np.where(kept, target, 0)
@@ -19,5 +31,4 @@ def loss(
     goal = np.full((rows, classes), smoothing / classes)
     goal[np.arange(rows), at] += 1 - smoothing
     losses = lse - (goal * x).sum(axis=1) + z * lse**2
-    dx = np.exp(x - lse[:, None]) * (1 + 2 * z * lse)[:, None] - goal
-    return np.where(kept, losses, 0), np.where(kept, grad, 0)[:, None] * dx
+    return np.where(kept, losses, 0), np.exp(x - lse[:, None]) * (1 + 2 * z * lse)[:, None], goal

@@ -21,20 +21,23 @@ _EACH = 8  # vectors that a thread takes where a row is that short; a block is 1
 _HELD, _HELD_ANYWHERE = {9: 224 << 10, 10: 224 << 10}, 96 << 10
 
 
-def _tiling(rt: Runtime, spec: LossOpSpec) -> tuple[int, int, int]:
-    """(elements of a vector, threads of a block, vectors that each holds)."""
+def _tiling(rt: Runtime, spec: LossOpSpec) -> tuple[int, int, int, bool]:
+    """(elements of a vector, threads of a block, vectors that each holds, whether rows are no whole vectors)."""
     cols, size = spec.shape[1], spec.dtype.itemsize
-    width = tiling.vector_width(cols, spec.alignment, (size,), 16 // size)
+    width = 16 // size
+    peel = spec.alignment == 0 and cols % width > 0
+    if not peel:
+        width = tiling.vector_width(cols, spec.alignment, (size,), width)
     vectors = -(-cols // width)
     threads = min(1024, max(128, 1 << (-(-vectors // _EACH) - 1).bit_length()))
     most = _HELD.get(device.info(rt.device.index).capability[0], _HELD_ANYWHERE) // (threads * width * size)
-    return width, threads, min(-(-vectors // threads), most, 4 * _EACH)
+    return width, threads, min(-(-vectors // threads), most, 4 * _EACH), peel
 
 
 def loss_rows(rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOperands) -> None:
     """The facts of rows, their gradient, or both."""
     rows, cols = spec.shape
-    width, threads, held = _tiling(rt, spec)
+    width, threads, held, peel = _tiling(rt, spec)
     logits, target, facts, known, grad, out = operands
     kernel = loader.get(
         rt,
@@ -45,6 +48,7 @@ def loss_rows(rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOpe
         VEC=width,
         SIZE=threads,
         HELD=held,
+        PEEL=peel,
         FIND=known is None,
         GRADIENT=out is not None,
     )
