@@ -75,7 +75,7 @@ BENCHMARKS = {
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
     "loss": Benchmark(
         ("measure", "measure_heads"),
-        columns=("case", "shape", "us", "of_copy", "peak MiB", "of_apart", "target", "ok"),
+        columns=("case", "shape", "us", "of_copy", "TB/s", "peak MiB", "of_apart", "target", "ok"),
     ),
     "padding": Benchmark(
         columns=("case", "gpu us", "host us", "of_plain", "of_plain host"),

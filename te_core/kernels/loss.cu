@@ -11,7 +11,8 @@
 // lies before the first boundary and behind the last is taken by single threads.
 // FIND=1 finds the facts; GRADIENT=1 writes dx, by the facts that it has found or by those of all ranks.
 // Exponentials are powers of two; that of log2(e) is multiplied the same way everywhere, so that its rounding goes off.
-// Not run on a GPU.
+// H100, 2026-11-27, bf16 (benchmarks/loss.py; of the speed of a copy): loss and gradient 97 % at 32000 classes, 87 % at
+// 128256.
 //
 // options: -default-device
 // compile-check: DTYPE=bf16 TARGET=i64 VEC=8 SIZE=512 HELD=8 PEEL=0 FIND=1 GRADIENT=1

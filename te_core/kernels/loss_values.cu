@@ -3,7 +3,7 @@
 //
 //   known [ranks, rows, 3] float32: lse, sum, x_target       losses [rows]       total [2]: it, and its gradient's scale
 //
-// HOW: 0 the sum; 1 the mean, NaN over no rows; 2 the mean, 0 over no rows. Not run on a GPU.
+// HOW: 0 the sum; 1 the mean, NaN over no rows; 2 the mean, 0 over no rows.
 //
 // options: -default-device
 // compile-check: TARGET=i64 HOW=1
