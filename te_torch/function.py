@@ -339,7 +339,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
-            _refuse_double_backward()
+            refuse_double_backward()
         call, state, extra = ctx.run.call, ctx.run.state, ctx.run.extra
         if grads[0] is None and not any(g is not None for g in grads):
             return (None,) * (1 + ctx.inputs)
@@ -492,7 +492,8 @@ _frees_saved = hasattr(_Eager, "maybe_clear_saved_tensors")
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def _refuse_double_backward() -> None:
+def refuse_double_backward() -> None:
+    """What a backward does that runs in grad mode."""
     raise UnsupportedError(
         "backward", "create_graph=True", "first derivatives", "use torch.nn layers where second ones are needed"
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import cross_entropy as core
@@ -21,11 +20,25 @@ from te_core.precision import Precision
 from te_core.recipe import Recipe, resolve
 from te_core.tensor import Tensor
 from te_torch.doors import never_traced
-from te_torch.function import main_grad_of, stand_in_gradient
+from te_torch.function import main_grad_of, refuse_double_backward, stand_in_gradient
 from te_torch.parallel.communicator import GroupCommunicator
 from te_torch.parallel.groups import group_of
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, refuse_dtensor, runtime_for, to_core, to_torch, warn
+from te_torch.runtime import (
+    TO_CORE,
+    amp_dtype,
+    check_dtype,
+    freed,
+    nested,
+    no_memory,
+    refuse_dtensor,
+    runtime_for,
+    to_core,
+    to_torch,
+    warn,
+    was_freed,
+)
+from te_torch.surroundings import check_surroundings, dispatch_modes, functorch_active
 from te_torch.values import OptionError, check_flags, check_numbers, is_size
 
 _TOTALS = {"none": "sum", "sum": "sum", "mean": "mean"}
@@ -61,7 +74,7 @@ def parallel_cross_entropy(
         raise ArgumentError(op, "no logits" if inp is None else "no target", "both", f"call {op}(logits, target)")
     check_flags(op, reduce_loss=reduce_loss, is_cg_capturable=is_cg_capturable, in_place=in_place)
     check_numbers(op, label_smoothing=label_smoothing)
-    check_dtype(op, inp)
+    _check_operand(op, "inp", inp)
     if inp.ndim < 2 or inp.shape[-1] < 1:
         raise OptionError(op, f"logits of shape {tuple(inp.shape)}", "[.., V]", "keep the classes last")
     comm = _communicator(op, dist_process_group, "dist_process_group")
@@ -141,8 +154,9 @@ class _Logits(torch.autograd.Function):
         return losses if call.total is None else total[:1].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
+            refuse_double_backward()
         (logits, target, facts, total), call = ctx.saved_tensors, ctx.call
         matrix = to_core(logits).matrix()
         made = core.logits_backward(
@@ -195,8 +209,9 @@ class _Head(torch.autograd.Function):
         return losses if call.reduction == "none" else total[0].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
+            refuse_double_backward()
         call, (shape, dtype, bias_dtype), factor = ctx.call, ctx.like, None
         if ctx.now:
             scale, *found = ctx.saved_tensors
@@ -259,13 +274,9 @@ def _weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, factor: torch
 def _check_product(op: str, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
     """The dtype that the product is computed in; hidden, weight and bias fit together."""
     for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if isinstance(t, QuantizedTorch):
-            raise UnsupportedError(
-                op, f"{name}, a {type(t).__name__}", "plain tensors", f"pass {name}.dequantize(), and recipe= for FP8"
-            )
-        if t is not None:
-            check_dtype(op, t)
-            refuse_dtensor(t)
+        if t is not None or name != "bias":
+            _check_operand(op, name, t)
+            assert t is not None
             if t.device != hidden.device:
                 raise ArgumentError(op, f"{name} on {t.device}, hidden on {hidden.device}", "one device", "move it")
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
@@ -280,6 +291,23 @@ def _check_product(op: str, hidden: torch.Tensor, weight: torch.Tensor, bias: to
         found = f"hidden in {hidden.dtype}, weight in {weight.dtype}, bias in {getattr(bias, 'dtype', None)}"
         raise ArgumentError(op, found, "one dtype", "convert them, or call it inside torch.autocast")
     return hidden.dtype
+
+
+def _check_operand(op: str, name: str, t: Any) -> None:
+    """It is a plain tensor whose values lie in memory, outside of what only torch's own operators pass through."""
+    if isinstance(t, QuantizedTorch):
+        do = f"pass {name}.dequantize(), and recipe= for FP8"
+        raise UnsupportedError(op, f"{name}, a {type(t).__name__}", "plain tensors", do)
+    check_dtype(op, t)
+    if functorch_active() or dispatch_modes():
+        check_surroundings()
+    if t.is_nested:
+        raise nested(op)
+    if t.layout is not torch.strided:
+        raise no_memory(op, f"{name}, a tensor of layout {t.layout}")
+    refuse_dtensor(t)
+    if was_freed(t):
+        raise freed(t)
 
 
 def _precision(op: str, recipe: Recipe | None) -> Precision | None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe
+from te_torch.tensors import DType
 from tests.backends import devices, requires_cuda
 from tests.covering import covering
 from tests.tolerances import DB, snr_db
@@ -302,6 +303,20 @@ def test_what_is_wrong_is_said() -> None:
             function()
     with pytest.raises(AssertionError, match="for 6 rows"):
         te.parallel_cross_entropy(torch.randn(2, 3, 4), target)
+    freed = torch.randn(2, 25, 32)
+    freed.untyped_storage().resize_(0)
+    quantized = te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu")(torch.randn(64, 32))
+    unsupported: list[tuple[str, Any]] = [
+        ("without memory", lambda: call(freed, weight, target)),
+        ("weight, a Float8Tensor", lambda: call(hidden, quantized, target)),
+        ("inp, a Float8Tensor", lambda: te.parallel_cross_entropy(quantized, target)),
+        ("layout", lambda: call(hidden.detach().to_sparse(), weight, target)),
+        ("torch.func", lambda: torch.vmap(lambda h: call(h, weight, target))(hidden[None])),
+        ("create_graph", lambda: torch.autograd.grad(call(hidden, weight, target), hidden, create_graph=True)),
+    ]
+    for said, function in unsupported:
+        with pytest.raises(UnsupportedError, match=said):
+            function()
     for recipe in (DelayedScaling(), NVFP4BlockScaling()):
         with pytest.raises(UnsupportedError, match=f"{type(recipe).__name__}.*Float8CurrentScaling"):
             call(hidden, weight, target, recipe=recipe)
