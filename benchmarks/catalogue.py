@@ -78,6 +78,10 @@ BENCHMARKS = {
         ratio="of_eager", reference="host time of a step, 1 = eager in the same process", on_cpu=True,
     ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
+    "loss": Benchmark(
+        ("measure", "measure_heads"),
+        columns=("case", "shape", "us", "of_copy", "TB/s", "peak MiB", "of_apart", "target", "ok"),
+    ),
     "padding": Benchmark(
         columns=("case", "gpu us", "host us", "of_plain", "of_plain host"),
         ratio="of_plain", reference="time of forward and backward, 1 = without padding in the same process",

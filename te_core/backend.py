@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from te_core.ops.gemm import GemmPlan, GemmSpec
     from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVGatherSpec, KVMoveSpec
     from te_core.ops.l2_norm import L2NormOpSpec
+    from te_core.ops.loss import LossOperands, LossOpSpec, LossTerms
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
     from te_core.ops.padding_order import PaddingOrderSpec
     from te_core.ops.permute import Operands as PermuteOperands
@@ -167,6 +168,11 @@ class Backend(Protocol):
     ) -> None: ...
     def bias_dropout_add_backward(
         self, rt: Runtime, dy: Tensor, dx: Tensor, p: float, rng: Tensor | None, site: int, column_sum: Tensor | None, /
+    ) -> None: ...
+
+    def loss_rows(self, rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOperands, /) -> None: ...
+    def loss_values(
+        self, rt: Runtime, terms: LossTerms, total: str, facts: Tensor, target: Tensor, losses: Tensor, both: Tensor, /
     ) -> None: ...
 
     # ------------------------------------------------------------------------------------------------ attention

@@ -36,6 +36,9 @@ kv_gather = explained(raw.kv_gather)
 kv_move = explained(raw.kv_move)
 l2_norm_backward = explained(raw.l2_norm_backward)
 l2_norm_forward = explained(raw.l2_norm_forward)
+loss_facts = explained(raw.loss_facts)
+loss_gradient = explained(raw.loss_gradient)
+loss_values = explained(raw.loss_values)
 mask_row_map = explained(raw.mask_row_map)
 norm_backward = explained(raw.norm_backward)
 norm_forward = explained(raw.norm_forward)
@@ -62,11 +65,11 @@ update_scales = explained(raw.update_scales)
 
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "amax_many", "attention_backward",
-    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge",
-    "attention_sink_grad", "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum",
-    "context_draws", "context_lengths", "context_mark", "context_max", "context_rows", "context_sum",
-    "count_nonfinite", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map",
-    "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map",
+    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge", "attention_sink_grad",
+    "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum", "context_draws",
+    "context_lengths", "context_mark", "context_max", "context_rows", "context_sum", "count_nonfinite", "dequantize",
+    "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather",
+    "kv_move", "l2_norm_backward", "l2_norm_forward", "loss_facts", "loss_gradient", "loss_values", "mask_row_map",
     "norm_backward", "norm_forward", "packed_width", "padding_order", "permute", "plan_update", "quantize",
     "quantize_grouped", "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
     "scale_pairs", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute",
