@@ -86,6 +86,10 @@ BENCHMARKS = {
         columns=("case", "gpu us", "host us", "of_plain", "of_plain host"),
         ratio="of_plain", reference="time of forward and backward, 1 = without padding in the same process",
     ),
+    "optimizer": Benchmark(
+        ("measure", "measure_quantized"),
+        columns=("case", "ms", "torch ms", "TB/s", "of_copy", "host us", "target", "ok"), on_cpu=True,
+    ),
     "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),
     "offload": Benchmark(
         columns=("case", "recipe", "ms", "offloaded ms", "of_plain", "MiB away", "held MiB", "offloaded held MiB",

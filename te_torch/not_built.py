@@ -65,6 +65,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "pytorch.module.base": {
         "fill_userbuffers_buffer_for_all_gather": "nothing: a module with ub_overlap_ag has its parts come by itself"
     },
+    "pytorch.optimizers": {
+        "multi_tensor_adam_fp8": "FusedAdam(master_weights=True), which updates quantized parameters",
+        "multi_tensor_compute_scale_inv_e8m0": "te.MXFP8Quantizer, which makes its scales",
+    },
     "pytorch.tensor": {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED},
     "pytorch.attention": {"FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb"},
     "pytorch.attention.dot_product_attention.context_parallel": {
@@ -164,10 +168,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "pytorch.ops.basic": ("basic_linear, grouped_linear and the other single operations", _OPS),
     "pytorch.ops.fused": ("the fused operations", _OPS),
     "pytorch.ops.fuser": ("OperationFuser", _OPS),
-    "pytorch.optimizers": (
-        "FusedAdam, FusedSGD, MultiTensorApply, multi_tensor_applier, multi_tensor_adam and the other multi_tensor_*",
-        "torch.optim.AdamW(fused=True), torch.optim.SGD(fused=True), torch._foreach_*",
-    ),
     "pytorch.tensor.grouped_tensor": ("GroupedTensor", _GROUPED),
     "pytorch.tensor.storage.grouped_tensor_storage": ("GroupedTensorStorage", _GROUPED),
     "pytorch.triton": ("cross_entropy, grouped_dbias_dscales, mhc, pad, permutation", "torch: no such kernel is built"),

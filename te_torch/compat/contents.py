@@ -14,6 +14,7 @@ import te_core
 import te_torch
 from te_torch import availability as _availability
 from te_torch import constants as _constants
+from te_torch import optimizers as _optimizers
 from te_torch import recipe as _recipe
 from te_torch import tensors as _tensors
 from te_torch import utils as _utils
@@ -232,6 +233,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.module.layernorm_mlp": _of(te_torch, ("LayerNormMLP",)),
     "pytorch.module.linear": _of(te_torch, ("Linear",)),
     "pytorch.module.rmsnorm": _of(te_torch, ("RMSNorm",)),
+    "pytorch.optimizers": _of(_optimizers, [n for n in _optimizers.__all__ if n not in _optimizers.OURS]),
     "pytorch.permutation": _of(te_torch, _MOE),
     "pytorch.ops": _stand_ins.refusing("pytorch.ops")
     | {"is_op_fuser_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path},

@@ -28,6 +28,7 @@ from te_core.ops.context import Span
 from te_core.ops.kv_cache import KVCache
 from te_core.ops.loss import LossTerms
 from te_core.ops.norm import Branch
+from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamTensors, SgdRule, SgdTensors
 from te_core.ops.quantize import ScalingState
 from te_core.quantize.state import Scales
 from te_core.quantized import Cast, Format
@@ -106,6 +107,22 @@ def _losses(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     }
 
 
+def _lists(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Of the operations on lists of tensors."""
+    a, b, half = tensor(rt, ROWS), tensor(rt, ROWS), tensor(rt, ROWS, dtype=dtypes.float16)
+    one, none, step = tensor(rt, 1, value=1.0), tensor(rt, 1, value=0.0), rt.tensor(np.array([3], np.int32))
+    states = half, tensor(rt, ROWS, dtype=E4M3, value=1.0), None, tensor(rt, 3)
+    matrices = [tensor(rt, ROWS, WIDTH, value=1.0) for _ in range(4)]
+    weight = AdamQuantized(*matrices, ops.quantize(rt, matrices[3], cast(rt)), cast(rt))
+    return {
+        "adam_quantized": (([weight], AdamRule(0.1, 0.9, 0.99, 1e-8, 0.1, 1)), {}),
+        "adam": (([AdamTensors(a, b, *states)], AdamRule(one, 0.9, 0.99, 1e-8, 0.1, step, True, True, one, none)), {}),
+        "norm_many": (([[a, b], [half]],), {"scale": one, "each": True}),
+        "scale_many": (([a, b], [b, a], one), {"flag": rt.tensor(np.zeros(1, np.int32))}),
+        "sgd": (([SgdTensors(a, b, half)], SgdRule(0.1, 0.9)), {}),
+    }
+
+
 def operations(rt: Runtime) -> dict[str, Right]:
     """Of every operation, with as many of its optional tensors as go together."""
     x, w, vector = tensor(rt, ROWS, WIDTH), tensor(rt, OUT, WIDTH), tensor(rt, WIDTH)
@@ -132,6 +149,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         **_context(rt, heads, done),
         **_losses(rt),
+        **_lists(rt),
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from te_core import dtypes, ops
+from te_core import dtypes, libraries, ops
 from te_core.backends.cuda import backend
 from te_core.backends.meta import backend as meta
 from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels import loader
 from te_core.ops.activation import Clamp
 from te_core.ops.loss import LossTerms
+from te_core.ops.optimizer import AdamRule, AdamTensors, SgdRule, SgdTensors
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor, cuda_device
@@ -304,3 +305,29 @@ def test_many_numbers_of_calls_take_several_launches(machine: Machine) -> None:
         ops.context_draws(rt, rng, range(600))
     places = [dict(e.places) for e in events if e.kind == "launch"]
     assert [[at.offset for at in of.values() if at is not None] for of in places] == [[0, 0], [0, 4096], [0, 8192]]
+
+
+def test_launches_of_optimizers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for a group of tensors; one before it for scales, one for what the device knows; more tables for many."""
+    rt = machine.runtime()
+
+    def tensors(moment: Any, scales: Any = None) -> AdamTensors:
+        states = (tensor(rt, 20000, dtype=moment) for _ in range(2))
+        return AdamTensors(tensor(rt, 20000), tensor(rt, 20000), *states, None, scales)
+
+    def adam(some: list[AdamTensors], **options: Any) -> list[str]:
+        rule = AdamRule(
+            **{"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 1, **options}
+        )
+        return launched(machine, Right(ops.adam, (rt, some, rule), {}))
+
+    plain = tensors(dtypes.float32)
+    for large, many in ((False, 24), (True, 3)):
+        monkeypatch.setattr(libraries, "large_parameters", lambda large=large: large)
+        assert adam([plain] * 52) == ["adam"] and adam([plain] * 1200) == ["adam"] * many
+    assert adam([plain], grad_scale=tensor(rt, 1)) == adam([plain], lr=tensor(rt, 1)) == ["adam_numbers", "adam"]
+    assert adam([tensors(dtypes.float16, tensor(rt, 3))] * 3) == ["adam_maxima", "adam"]
+    x = [tensor(rt, 20000)] * 100
+    assert launched(machine, Right(ops.norm_many, (rt, [x, x[:3]]), {})) == ["square_many"] * 2 + ["norm_of_all"]
+    assert launched(machine, Right(ops.scale_many, (rt, x, x, 0.5), {})) == ["scale_many"]
+    assert launched(machine, Right(ops.sgd, (rt, [SgdTensors(x[0], x[1])] * 80, SgdRule(0.1)), {})) == ["sgd"]
