@@ -30,6 +30,7 @@ ATTRIBUTES = {
 
 _NON_BLOCKING = 1  # of cuStreamCreate
 _RELAXED = 2  # of CUstreamCaptureMode
+_MAPPED = 3  # of cuMemHostRegister: for all contexts, and with an address on devices
 LEGACY_STREAM = 1  # DLPack's number and the driver's own handle
 
 _P = c_void_p
@@ -52,7 +53,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemFree_v2": [c_uint64],
     "cuMemcpyHtoDAsync_v2": [c_uint64, _P, c_size_t, _P],
     "cuMemcpyDtoHAsync_v2": [_P, c_uint64, c_size_t, _P],
+    "cuMemcpyAsync": [c_uint64, c_uint64, c_size_t, _P],
     "cuMemsetD8Async": [c_uint64, ctypes.c_ubyte, c_size_t, _P],
+    "cuMemHostRegister_v2": [_P, c_size_t, c_uint],
+    "cuMemHostUnregister": [_P],
+    "cuMemHostGetDevicePointer_v2": [POINTER(c_uint64), _P, c_uint],
+    "cuStreamBatchMemOp_v2": [_P, c_uint, _P, c_uint],
     "cuStreamSynchronize": [_P],
     "cuStreamWaitEvent": [_P, _P, c_uint],
     "cuStreamIsCapturing": [_P, POINTER(c_int)],
@@ -80,6 +86,22 @@ class _PoolProperties(ctypes.Structure):
         ("reserved", ctypes.c_ubyte * 56),
     ]
 
+
+class _MemoryOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams: a wait for a number in memory, or a write of one."""
+
+    _fields_ = [
+        ("operation", c_int),
+        ("address", c_uint64),
+        ("value", c_uint64),
+        ("flags", c_uint),
+        ("alias", c_uint64),
+        ("reserved", c_uint64),
+    ]
+
+
+_WAIT, _WRITE = 1, 2  # of CUstreamBatchMemOpType
+_EQUAL = 1  # of CUstreamWaitValue_flags
 
 Block = TypeVar("Block")
 
@@ -350,6 +372,23 @@ class Driver:
         """Set bytes on the stream."""
         self._check(self._lib.cuMemsetD8Async(address, value, nbytes, stream), "cuMemsetD8Async")
 
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Device to device on the stream, also to and from memory of another device that is mapped here."""
+        self._check(self._lib.cuMemcpyAsync(to, source, nbytes, stream), "cuMemcpyAsync")
+
+    def register(self, index: int, host: int, nbytes: int) -> int:
+        """The address by which a device knows these pages of the host, which stay where they are."""
+        address = c_uint64(0)
+        with self.at_first_use(index):
+            self._check(self._lib.cuMemHostRegister_v2(host, nbytes, _MAPPED), "cuMemHostRegister")
+            self._check(self._lib.cuMemHostGetDevicePointer_v2(byref(address), host, 0), "cuMemHostGetDevicePointer")
+        return address.value
+
+    def unregister(self, index: int, host: int) -> None:
+        """Let go of them, once nothing on the device uses them."""
+        with self.at_first_use(index):
+            self._check(self._lib.cuMemHostUnregister(host), "cuMemHostUnregister")
+
     # ------------------------------------------------------------------------------ streams and events
 
     def synchronize(self, stream: int) -> None:
@@ -388,6 +427,19 @@ class Driver:
         value = ctypes.c_float(0)
         self._check(self._lib.cuEventElapsedTime(byref(value), start, stop), "cuEventElapsedTime")
         return value.value
+
+    def flags(self, stream: int, operations: Sequence[tuple[str, int, int]]) -> None:
+        """On the stream, one after another: ("wait" or "write", an address of 32 bits, the number that is to be there).
+
+        No multiprocessor is used. A write comes after all that was on the stream before it, for who sees the number.
+        """
+        made = (_MemoryOperation * len(operations))()
+        for place, (what, address, value) in zip(made, operations, strict=True):
+            kind, flags = (_WAIT, _EQUAL) if what == "wait" else (_WRITE, 0)
+            place.operation, place.address, place.value, place.flags = kind, address, value, flags
+        self._check(
+            self._lib.cuStreamBatchMemOp_v2(stream, len(operations), ctypes.addressof(made), 0), "cuStreamBatchMemOp"
+        )
 
     def order_streams(self, index: int, producer: int, consumer: int) -> None:
         """Make the consumer stream wait for the work now on the producer stream.
