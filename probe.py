@@ -3,6 +3,9 @@ import numpy as np
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from multiprocessing import shared_memory, resource_tracker
 from te_core import libraries
+from te_core.driver import flag_operations, Driver
+_flags = Driver.flags
+Driver.flags = lambda self, st, ops: _flags(self, st, flag_operations(*ops))
 def say(rank, *a):
     if rank == 0: print(*a, flush=True)
 def main(rank, folder, share, conns, out):

@@ -30,6 +30,7 @@ ATTRIBUTES = {
 
 _NON_BLOCKING = 1  # of cuStreamCreate
 _RELAXED = 2  # of CUstreamCaptureMode
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _MAPPED = 3  # of cuMemHostRegister: for all contexts, and with an address on devices
 LEGACY_STREAM = 1  # DLPack's number and the driver's own handle
 
@@ -60,6 +61,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemHostGetDevicePointer_v2": [POINTER(c_uint64), _P, c_uint],
     "cuStreamBatchMemOp_v2": [_P, c_uint, _P, c_uint],
     "cuStreamSynchronize": [_P],
+    "cuStreamQuery": [_P],
     "cuStreamWaitEvent": [_P, _P, c_uint],
     "cuStreamIsCapturing": [_P, POINTER(c_int)],
     "cuStreamCreate": [POINTER(c_void_p), c_uint],
@@ -87,7 +89,7 @@ class _PoolProperties(ctypes.Structure):
     ]
 
 
-class _MemoryOperation(ctypes.Structure):
+class MemoryOperation(ctypes.Structure):
     """CUstreamBatchMemOpParams: a wait for a number in memory, or a write of one."""
 
     _fields_ = [
@@ -100,8 +102,23 @@ class _MemoryOperation(ctypes.Structure):
     ]
 
 
-_WAIT, _WRITE = 1, 2  # of CUstreamBatchMemOpType
-_EQUAL = 1  # of CUstreamWaitValue_flags
+#: By word: the CUstreamBatchMemOpType, and flags: of a wait, for that very number; of a note, that nobody who sees it
+#: has to see what was done before.
+_OPERATIONS = {"wait": (1, 1), "write": (2, 0), "note": (2, 1)}
+
+
+def flag_operations(*operations: tuple[str, int, int]) -> ctypes.Array[Any]:
+    """For `Driver.flags`, one after another: (word, address of 32 bits, number).
+
+    "wait" until the number stands there; "write" it, once all that was on the stream before is done, and can be seen by
+    who sees the number; or "note" it, which says nothing of the work before.
+    """
+    made = (MemoryOperation * len(operations))()
+    for place, (word, address, value) in zip(made, operations, strict=True):
+        place.operation, place.flags = _OPERATIONS[word]
+        place.address, place.value = address, value
+    return made
+
 
 Block = TypeVar("Block")
 
@@ -428,18 +445,20 @@ class Driver:
         self._check(self._lib.cuEventElapsedTime(byref(value), start, stop), "cuEventElapsedTime")
         return value.value
 
-    def flags(self, stream: int, operations: Sequence[tuple[str, int, int]]) -> None:
-        """On the stream, one after another: ("wait" or "write", an address of 32 bits, the number that is to be there).
+    def wait(self, stream: int, event: int) -> None:
+        """Make the stream wait for the work that an event marks."""
+        self._check(self._lib.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
 
-        No multiprocessor is used. A write comes after all that was on the stream before it, for who sees the number.
-        """
-        made = (_MemoryOperation * len(operations))()
-        for place, (what, address, value) in zip(made, operations, strict=True):
-            kind, flags = (_WAIT, _EQUAL) if what == "wait" else (_WRITE, 0)
-            place.operation, place.address, place.value, place.flags = kind, address, value, flags
-        self._check(
-            self._lib.cuStreamBatchMemOp_v2(stream, len(operations), ctypes.addressof(made), 0), "cuStreamBatchMemOp"
-        )
+    def is_done(self, stream: int) -> bool:
+        """Whether the stream's work is done; the host does not wait."""
+        status = self._lib.cuStreamQuery(stream)
+        if status != _NOT_READY:
+            self._check(status, "cuStreamQuery")
+        return bool(status == 0)
+
+    def flags(self, stream: int, made: ctypes.Array[Any]) -> None:
+        """What `flag_operations` made, on the stream: no multiprocessor is used."""
+        self._check(self._lib.cuStreamBatchMemOp_v2(stream, len(made), ctypes.addressof(made), 0), "cuStreamBatchMemOp")
 
     def order_streams(self, index: int, producer: int, consumer: int) -> None:
         """Make the consumer stream wait for the work now on the producer stream.
@@ -456,7 +475,7 @@ class Driver:
             if index not in events:
                 events[index] = self.create_event()
             self.record(events[index], producer)
-            self._check(self._lib.cuStreamWaitEvent(consumer, events[index], 0), "cuStreamWaitEvent")
+            self.wait(consumer, events[index])
 
 
 def _open_libcuda() -> ctypes.CDLL:
