@@ -59,8 +59,8 @@ class Room(Protocol):
         ...
 
     def leave(self, rt: Runtime) -> None:
-        """Once all that was asked for so far is done here, this rank neither reads nor writes any piece, and others may
-        write into its own."""
+        """Once what was asked for so far is done, this rank reads and writes no piece, and others may write into its
+        own."""
         ...
 
 
