@@ -87,6 +87,7 @@ class RecordedCommunicator:
     """One rank of a group in a recording: what it is asked for becomes steps."""
 
     met = True  # or nothing is recorded
+    peers = None
 
     def __init__(self, recorder: Any, number: int, like: Any) -> None:
         self._recorder, self._number = recorder, number  # among the objects of a call

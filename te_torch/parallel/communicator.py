@@ -57,6 +57,8 @@ class Work:
 class GroupCommunicator:
     """This process's rank of a group, as one layer has it."""
 
+    peers = None
+
     def __init__(self, group: Any, agreed: set[str], around: Facts | None = None) -> None:
         self.group, self.agreed, self.around = group, agreed, around or {}
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
