@@ -30,7 +30,6 @@ ATTRIBUTES = {
 
 _NON_BLOCKING = 1  # of cuStreamCreate
 _RELAXED = 2  # of CUstreamCaptureMode
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _MAPPED = 3  # of cuMemHostRegister: for all contexts, and with an address on devices
 LEGACY_STREAM = 1  # DLPack's number and the driver's own handle
 
@@ -45,6 +44,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuCtxGetCurrent": [POINTER(c_void_p)],
     "cuCtxSetCurrent": [_P],
     "cuCtxPushCurrent_v2": [_P],
+    "cuCtxSynchronize": [],
     "cuCtxPopCurrent_v2": [POINTER(c_void_p)],
     "cuMemPoolCreate": [POINTER(c_void_p), _P],
     "cuMemPoolSetAttribute": [_P, c_int, _P],
@@ -61,7 +61,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemHostGetDevicePointer_v2": [POINTER(c_uint64), _P, c_uint],
     "cuStreamBatchMemOp_v2": [_P, c_uint, _P, c_uint],
     "cuStreamSynchronize": [_P],
-    "cuStreamQuery": [_P],
     "cuStreamWaitEvent": [_P, _P, c_uint],
     "cuStreamIsCapturing": [_P, POINTER(c_int)],
     "cuStreamCreate": [POINTER(c_void_p), c_uint],
@@ -412,6 +411,11 @@ class Driver:
         """Wait for the work on a stream."""
         self._check(self._lib.cuStreamSynchronize(stream), "cuStreamSynchronize")
 
+    def synchronize_device(self, index: int) -> None:
+        """Wait for all work that a device has."""
+        with self.on(index):
+            self._check(self._lib.cuCtxSynchronize(), "cuCtxSynchronize")
+
     def is_capturing(self, stream: int) -> bool:
         """Whether a CUDA graph is being captured from the stream."""
         status = c_int(0)
@@ -448,13 +452,6 @@ class Driver:
     def wait(self, stream: int, event: int) -> None:
         """Make the stream wait for the work that an event marks."""
         self._check(self._lib.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
-
-    def is_done(self, stream: int) -> bool:
-        """Whether the stream's work is done; the host does not wait."""
-        status = self._lib.cuStreamQuery(stream)
-        if status != _NOT_READY:
-            self._check(status, "cuStreamQuery")
-        return bool(status == 0)
 
     def flags(self, stream: int, made: ctypes.Array[Any]) -> None:
         """What `flag_operations` made, on the stream: no multiprocessor is used."""

@@ -58,6 +58,9 @@ VARIABLES: dict[str, Variable] = {
         "second",
     ),
     "LOCAL_WORLD_SIZE": Variable("processes on each host, as torchrun sets it (0: unknown)", "number"),
+    "UB_TIMEOUT": Variable(
+        "seconds that a rank waits for another one in a product that overlaps (default 110)", "number", "110", 1
+    ),
     # norms
     "NVTE_FWD_LAYERNORM_SM_MARGIN": Variable("multiprocessors that forward norm kernels leave free", "number"),
     "NVTE_BWD_LAYERNORM_SM_MARGIN": Variable("the same of backward ones", "number"),

@@ -1,0 +1,193 @@
+"""Peer memory between ranks: what they do, on GPUs as it is, and on the CPU over files that all of them map.
+
+There the driver is `HostDriver`, which does what it is asked for at once, in the thread that asks: all streams of a rank
+are one queue. So what would wait in a circle on a GPU with one hardware queue hangs here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from te_core import dtypes, libraries
+from te_core.driver import Driver
+from te_core.layers.communicator import OPERAND, OUTPUT
+from te_torch.exchange import all_gather_object
+from te_torch.parallel import peers
+from te_torch.parallel.communicator import view
+from te_torch.runtime import runtime_for, to_core
+from tests.parallel.ranks import Rank
+from tests.parallel.tensor_steps import error_of
+
+_WAIT = 1
+
+
+class HostDriver:
+    """A driver over host memory. `log` has what was asked for; a wait has no end unless its word comes."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._numbers = count(1)
+        self.on = self.at_first_use = lambda index: nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        assert hasattr(Driver, name), name
+        return lambda *given: self.log.append(name)
+
+    def attach(self, index: int) -> int:
+        return 0
+
+    def is_capturing(self, stream: int) -> bool:
+        return False
+
+    def create_stream(self) -> int:
+        return next(self._numbers)
+
+    create_event = create_stream
+
+    def register(self, index: int, host: int, nbytes: int) -> int:
+        return host
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        self.log.append(f"copy {nbytes}")
+        ctypes.memmove(to, source, nbytes)
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        ctypes.memset(address, value, nbytes)
+
+    def flags(self, stream: int, made: Any) -> None:
+        self.log.append("flags")
+        for asked in made:
+            word = ctypes.c_uint32.from_address(asked.address)
+            if asked.operation == _WAIT:
+                while word.value != asked.value:
+                    time.sleep(0)
+            else:
+                word.value = asked.value
+
+
+def mapped(nbytes: int, group: Any, device: int) -> peers.Mapped:
+    """Files of all ranks, each of which maps all."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.truncate(nbytes)
+        paths = all_gather_object("paths", file.name, group)
+        pieces = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
+        all_gather_object("mapped", None, group)
+    own = pieces[paths.index(file.name)].fill_(0xFF)
+    all_gather_object("filled", None, group)
+    return peers.Mapped([piece.data_ptr() for piece in pieces], nbytes, own, pieces)
+
+
+@contextmanager
+def offered(rank: Rank) -> Iterator[Any]:
+    """Groups have peer memory inside; on the CPU that of files, and the driver that they have it from."""
+    if rank.device == "cuda":
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        yield libraries.driver()
+        return
+    driver = HostDriver()
+    with patch.multiple(
+        peers,
+        _DEVICES=("cpu",),
+        _uuid=lambda device: str(rank.number),
+        _against=lambda *told: "",
+        mapped=mapped,
+        libraries=SimpleNamespace(driver=lambda: driver),
+    ):
+        yield driver
+    peers.let_go()
+
+
+def uses(rank: Rank, count: int, sizes: tuple[int, ...], skewed: bool) -> int:
+    """Parts that go around in rooms of two kinds, of changing sizes: how many came as something else."""
+    group, wrong = dist.group.WORLD, 0
+    rt = runtime_for(torch.zeros(1, device=rank.device))
+    draws = random.Random(rank.number)
+    with offered(rank):
+        found = peers.peers_of(group, rt)
+        assert found is not None
+        for use in range(count):
+            kind, nbytes = (OPERAND, OUTPUT)[use % 2], sizes[use % len(sizes)]
+            if skewed and draws.random() < 0.2:
+                hold_up(rank)
+            room = found.room(rt, kind, max(sizes) * rank.world)
+            assert room.memory.nbytes >= max(sizes) * rank.world
+            if kind == OPERAND:
+                room.push(rt, rank.number, 8, part(rank, rank.number, use, nbytes)).wait()
+            for to in found.others:
+                if kind == OUTPUT:
+                    room.push(rt, to, rank.number * nbytes, part(rank, rank.number, use + to, nbytes)).wait()
+                room.announce(rt, to)
+            for source in found.others:
+                room.await_(rt, source).wait()
+                out, told = room.memory.rows(source * nbytes, (source + 1) * nbytes), use + rank.number
+                if kind == OPERAND:
+                    out, told = rt.empty((nbytes,), dtypes.uint8), use
+                    room.pull(rt, source, 8, out).wait()
+                wrong += (view(out) != (1 + told + 50 * source) % 251).any().to(torch.int32)
+            room.leave(rt)
+        return int(wrong)
+
+
+def part(rank: Rank, number: int, use: int, nbytes: int) -> Any:
+    """Bytes that say whose they are, and of which use."""
+    values = torch.full((nbytes,), (1 + use + 50 * number) % 251, dtype=torch.uint8, device=rank.device)
+    return to_core(values)
+
+
+def hold_up(rank: Rank) -> None:
+    """What this rank is asked for from here on comes late."""
+    if rank.device == "cuda":
+        torch.cuda._sleep(20_000_000)
+    else:
+        time.sleep(0.02)
+
+
+def left_alone(rank: Rank, timeout: int) -> tuple[bool, float, list[str]]:
+    """Of the rank whose partner dies in a use of a room: (whether what it reads is NaN, the seconds until it reads, the
+    errors of its next calls)."""
+    os.environ["UB_TIMEOUT"] = str(timeout)
+    rt = runtime_for(torch.zeros(1, device=rank.device))
+    with offered(rank):
+        found = peers.peers_of(dist.group.WORLD, rt)
+        assert found is not None
+        other = found.others[0]
+        for use in range(2):
+            room = found.room(rt, OPERAND, 4096)
+            room.push(rt, rank.number, 0, part(rank, rank.number, use, 4096)).wait()
+            if use:
+                break
+            room.announce(rt, other)
+            room.await_(rt, other).wait()
+            room.leave(rt)
+        dist.barrier()
+        if rank.number == 1:
+            os._exit(3)
+        room.announce(rt, other)
+        began, out = time.monotonic(), rt.empty((4096,), dtypes.uint8)
+        awaited = room.await_(rt, other)
+        awaited.wait()
+        said = []
+        if rank.device == "cuda":  # the host is ahead
+            room.pull(rt, other, 0, out).wait()
+        else:
+            said.append(error_of(lambda: room.pull(rt, other, 0, out)))
+            out = room.memory.rows(0, 4096)
+        spoiled = bool((view(out).cpu() == 0xFF).all())
+        seconds = time.monotonic() - began
+        said += [error_of(lambda: room.leave(rt)), error_of(lambda: found.room(rt, OUTPUT, 8))]
+    end = dist.distributed_c10d._abort_process_group if rank.device == "cuda" else dist.destroy_process_group
+    end()  # its partner joins in nothing
+    return spoiled, seconds, said
