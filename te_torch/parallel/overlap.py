@@ -20,6 +20,7 @@ from te_core import env
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.overlap import BULK, EXTERNAL, METHODS, PIPELINE, RING, Overlap, Way
 from te_core.precision import Precision
+from te_torch.parallel import peers
 from te_torch.values import is_flag
 
 
@@ -280,9 +281,10 @@ def _settled(
 
 
 def destroy_ub() -> None:
-    """Let go of overlap: modules run plain from the next forward on."""
+    """Let go of overlap, and of memory that ranks read of one another: modules run plain from the next forward on."""
     if _process.settings is not None:
         _process.become(None)
+        peers.let_go()
 
 
 def is_ub_initialized() -> bool:

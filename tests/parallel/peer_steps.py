@@ -1,7 +1,7 @@
 """Peer memory between ranks: what they do, on GPUs as it is, and on the CPU over files that all of them map.
 
-There the driver is `HostDriver`, which does what it is asked for at once, in the thread that asks: all streams of a rank
-are one queue. So what would wait in a circle on a GPU with one hardware queue hangs here.
+There the driver is `HostDriver`, which does what it is asked for at once, in the thread that asks: all streams of a
+rank are one queue. So what would wait in a circle on a GPU with one hardware queue hangs here.
 """
 
 from __future__ import annotations
