@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from te_core import dtypes
 from te_core.errors import UnsupportedError
-from te_core.layers.communicator import Handle, as_bytes
+from te_core.layers.communicator import Handle, Peers, as_bytes
 from te_core.layers.meeting import Facts, disagreement
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -57,12 +57,14 @@ class Work:
 class GroupCommunicator:
     """This process's rank of a group, as one layer has it."""
 
-    peers = None
-
     def __init__(self, group: Any, agreed: set[str], around: Facts | None = None) -> None:
         self.group, self.agreed, self.around = group, agreed, around or {}
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.met = False
+
+    def peers(self, rt: Runtime) -> Peers | None:
+        """See `Communicator`."""
+        return None
 
     def _begin(self, name: str, function: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Handle:
         try:
