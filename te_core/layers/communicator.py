@@ -108,9 +108,9 @@ class Communicator(Protocol):
     agreed: set[str]  # on what they have agreed before, in words
     around: Facts  # what the ranks compare of the module around the layer (te_core.layers.meeting)
 
-    @property
-    def peers(self) -> Peers | None:
-        """Memory that its ranks read without each other's help, where there is any; the same on all of them."""
+    def peers(self, rt: Runtime) -> Peers | None:
+        """Memory of this device that its ranks read without each other's help, if they have any; all of them ask alike,
+        and get it or do not."""
         ...
 
     @property
@@ -249,7 +249,10 @@ class InProcessCommunicator:
         self._ranks, self.rank, self.size = ranks, rank, ranks.size
         self.met, self.agreed = False, set[str]()
         self.around: Facts = {}
-        self.peers = ranks.peers_of(rank)
+
+    def peers(self, rt: Runtime) -> Peers | None:
+        """See `Communicator`."""
+        return self._ranks.peers_of(self.rank)
 
     def _collective(self, name: str, t: Tensor, fill: Callable[[list[np.ndarray[Any, Any]]], None]) -> Handle:
         self._ranks.log[self.rank].append((name, t.nbytes))

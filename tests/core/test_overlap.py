@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from te_core.layers import mlp, norm_linear
 from te_core.layers.communicator import InProcessCommunicator, InProcessRanks
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.layers.norm import NormSpec
-from te_core.layers.overlap import Overlap, Summed, Way
+from te_core.layers.carriers import ordered_sum
+from te_core.layers.overlap import Overlap, Way
 from te_core.layers.parallel import Split
 from te_core.precision import Precision
 from te_core.runtime import HostAllocator, Runtime
@@ -25,6 +27,7 @@ from tests.core.test_parallel import Case, precision_of
 from tests.core.test_tape_ranks import Layer
 from tests.covering import covering
 from tests.recordings import tapes
+from tests.tiled_products import tiled_products
 
 RT = Runtime.cpu()
 FP32 = dtypes.float32
@@ -75,6 +78,12 @@ class Late(InProcessCommunicator):
 
     def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Any:
         return self._late(out, lambda: super(Late, self).reduce_scatter(rt, whole, out).wait())
+
+
+@pytest.fixture(autouse=True)
+def in_tiles() -> Iterator[None]:
+    with tiled_products():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -155,9 +164,9 @@ def test_what_nobody_needs(mode: str, recipe: str | None, needs: tuple[bool, boo
 
 def test_a_sum_is_rounded_once() -> None:
     """In bf16 1 + 2^-8 is 1, so the sum by twos would be 1, and that of all is 1 + 2^-7."""
-    tensors = [RT.tensor(np.full((2, 4), value, np.float32), dtypes.bfloat16) for value in (1, 2**-8, 2**-8)]
+    tensors = RT.tensor(np.array([1, 2**-8, 2**-8], np.float32).repeat(8).reshape(3, 2, 4), dtypes.bfloat16)
     out = RT.empty((2, 4), dtypes.bfloat16)
-    Summed(RT, [], tensors, out).wait()
+    ordered_sum(RT, tensors, out=out)
     assert (RT.numpy(out).astype(np.float32) == 1 + 2**-7).all()
 
 

@@ -28,6 +28,7 @@ from te_torch.exchange import all_gather_object
 from te_torch.parallel import peers
 from te_torch.parallel.communicator import view
 from te_torch.runtime import runtime_for, to_core
+from tests.parallel.overlap_steps import compared
 from tests.parallel.ranks import Rank
 from tests.parallel.tensor_steps import error_of
 
@@ -191,3 +192,11 @@ def left_alone(rank: Rank, timeout: int) -> tuple[bool, float, list[str]]:
     end = dist.distributed_c10d._abort_process_group if rank.device == "cuda" else dist.destroy_process_group
     end()  # its partner joins in nothing
     return spoiled, seconds, said
+
+
+def compared_with_plain(
+    rank: Rank, kind: str, recipe: str | None, flags: dict[str, bool], cfg: dict[str, Any] | None, counts: tuple[int, ...]
+) -> tuple[float, dict[str, str]]:
+    """`compared` of tests/parallel/overlap_steps.py, over peer memory."""
+    with offered(rank):
+        return compared(rank, kind, recipe, flags, cfg, counts)
