@@ -133,9 +133,7 @@ def in_turns(works: Sequence[harness.Work], kind: str) -> list[list[float]]:
     warm, rounds, steps = (3, ROUNDS, STEPS) if kind == "cuda" else (1, 1, 1)
     for work in works:
         parallel.timed(work, kind, 1, warm, warm)
-    return [
-        [parallel.slowest(parallel.timed(work, kind, 1, steps, 0), kind) for work in works] for _ in range(rounds)
-    ]
+    return [[parallel.slowest(parallel.timed(work, kind, 1, steps, 0), kind) for work in works] for _ in range(rounds)]
 
 
 def products(size: dict[str, int]) -> list[harness.Row]:

@@ -6,6 +6,7 @@ rank are one queue. So what would wait in a circle on a GPU with one hardware qu
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import random
@@ -25,12 +26,25 @@ from te_core import dtypes, libraries
 from te_core.driver import Driver
 from te_core.layers.communicator import OPERAND, OUTPUT
 from te_torch.exchange import all_gather_object
-from te_torch.parallel import peers
+from te_torch.parallel import overlap, peers
 from te_torch.parallel.communicator import view
 from te_torch.runtime import runtime_for, to_core
-from tests.parallel.overlap_steps import compared
+from tests.module_steps import differences
+from tests.parallel.overlap_steps import (
+    RINGS,
+    SETS,
+    TOKENS,
+    H,
+    compared,
+    in_groups_of_two,
+    initialised,
+    make,
+    reasons,
+    steps,
+)
 from tests.parallel.ranks import Rank
 from tests.parallel.tensor_steps import error_of
+from tests.parallel.test_graphed_spread import graphed, step
 
 _WAIT = 1
 
@@ -74,7 +88,7 @@ class HostDriver:
             word = ctypes.c_uint32.from_address(asked.address)
             if asked.operation == _WAIT:
                 while word.value != asked.value:
-                    time.sleep(0)
+                    time.sleep(0.0002)
             else:
                 word.value = asked.value
 
@@ -195,8 +209,105 @@ def left_alone(rank: Rank, timeout: int) -> tuple[bool, float, list[str]]:
 
 
 def compared_with_plain(
-    rank: Rank, kind: str, recipe: str | None, flags: dict[str, bool], cfg: dict[str, Any] | None, counts: tuple[int, ...]
+    rank: Rank,
+    kind: str,
+    recipe: str | None,
+    flags: dict[str, bool],
+    cfg: dict[str, Any] | None,
+    counts: tuple[int, ...],
 ) -> tuple[float, dict[str, str]]:
     """`compared` of tests/parallel/overlap_steps.py, over peer memory."""
     with offered(rank):
         return compared(rank, kind, recipe, flags, cfg, counts)
+
+
+def in_two_groups(rank: Rank) -> tuple[float, dict[str, str]]:
+    """`in_groups_of_two` of the same."""
+    with offered(rank):
+        return in_groups_of_two(rank)
+
+
+def with_graphs(rank: Rank, kind: str, recipe: str | None) -> tuple[list[str], dict[str, str]]:
+    """What a captured layer, replayed between eager steps, gives that an eager one does not; how its GEMMs ran."""
+    group, found = dist.group.WORLD, []
+    with offered(rank), initialised(rank.world, ub_cfgs=RINGS):
+        module = make(kind, rank, group, **SETS["rings"])
+        eager, x = copy.deepcopy(module), torch.randn(TOKENS, 1, H).bfloat16().to(rank.device)
+        call = graphed(module, rank, (x.clone().requires_grad_(),), recipe)
+        for number in range(3):
+            given = (1 + number) * x, torch.full_like(x, 0.5 - number)
+            got, wanted = step(call, module, recipe, given), step(eager, eager, recipe, given)
+            found += differences(got, wanted)
+            if not got["y"].isfinite().all():
+                found.append("a number that is none")
+        said = reasons(eager)
+        call.reset()
+    return found, said
+
+
+def first_in_a_capture(rank: Rank) -> str:
+    """What a layer says that overlaps for the first time inside a capture, after it ran without."""
+    with offered(rank):
+        module = make("mlp", rank, dist.group.WORLD, **SETS["rings"])
+        x = torch.zeros(TOKENS, 1, H, dtype=torch.bfloat16, device=rank.device)
+        overlap._process.destroyed = True
+        module(x)
+        with initialised(rank.world, ub_cfgs=RINGS), torch.no_grad():
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    return error_of(lambda: module(x))
+                finally:
+                    graph.capture_end()
+
+
+def memory(rank: Rank, steps_of: int) -> tuple[list[int], list[int], int]:
+    """(bytes that are mapped after the first steps and after all, bytes of the device before and after, how many groups
+    have memory in the end)."""
+    mapped_, taken = [], []
+
+    def free() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        dist.barrier()
+        return torch.cuda.mem_get_info()[0]
+
+    with offered(rank):
+        plain = make("mlp", rank, dist.group.WORLD)
+        steps(plain, rank, None, (TOKENS,) * 3, dist.group.WORLD)
+        if rank.device == "cuda":
+            taken.append(free())
+        with initialised(rank.world, ub_cfgs=RINGS):
+            module = make("mlp", rank, dist.group.WORLD, **SETS["rings"])
+            for counts in ((TOKENS,), (64, 32, 96) * (steps_of // 3)):
+                steps(module, rank, None, counts, dist.group.WORLD)
+                found = peers._found[dist.group.WORLD].peers
+                assert found is not None
+                mapped_.append(sum(piece.nbytes for piece in found._mapped.values()))
+            del found, module
+        if rank.device == "cuda":
+            taken.append(free())
+        return mapped_, taken, len(peers._found)
+
+
+def long(rank: Rank, count: int) -> tuple[int, float, dict[str, str]]:
+    """Many equal steps beside all-reduces of a second group: (how many, those that gave something else, what ran)."""
+    second = dist.new_group()
+    with offered(rank), initialised(rank.world, ub_cfgs=RINGS):
+        module = make("layer", rank, dist.group.WORLD, **SETS["rings"])
+        x = torch.randn(TOKENS, 1, H).bfloat16().to(rank.device)
+        others, wrong = torch.zeros(1 << 20, device=rank.device), torch.zeros((), device=rank.device)
+        first = None
+        draws = random.Random(rank.number)
+        for _ in range(count):
+            sums = dist.all_reduce(others, group=second, async_op=True)
+            if draws.random() < 0.05:
+                hold_up(rank)
+            y = module(x)
+            y.backward(y.detach())
+            sums.wait()
+            first = y.detach() if first is None else first
+            wrong += (y.detach() != first).any()
+        return count, float(wrong), reasons(module)
