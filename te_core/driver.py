@@ -101,16 +101,15 @@ class MemoryOperation(ctypes.Structure):
     ]
 
 
-#: By word: the CUstreamBatchMemOpType, and flags: of a wait, for that very number; of a note, that nobody who sees it
-#: has to see what was done before.
-_OPERATIONS = {"wait": (1, 1), "write": (2, 0), "note": (2, 1)}
+#: By word: the CUstreamBatchMemOpType, and flags: a wait is for that very number.
+_OPERATIONS = {"wait": (1, 1), "write": (2, 0)}
 
 
 def flag_operations(*operations: tuple[str, int, int]) -> ctypes.Array[Any]:
     """For `Driver.flags`, one after another: (word, address of 32 bits, number).
 
-    "wait" until the number stands there; "write" it, once all that was on the stream before is done, and can be seen by
-    who sees the number; or "note" it, which says nothing of the work before.
+    "wait" until the number stands there, or "write" it, once all that was on the stream before is done, and can be seen by
+    who sees the number.
     """
     made = (MemoryOperation * len(operations))()
     for place, (word, address, value) in zip(made, operations, strict=True):
@@ -373,7 +372,7 @@ class Driver:
                 self.copy_to_device(address, ctypes.addressof(host), len(content), stream)
                 self.synchronize(stream)
             finally:
-                self._lib.cuStreamDestroy_v2(stream)
+                self.destroy_stream(stream)
         return address
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
@@ -427,6 +426,10 @@ class Driver:
         made = c_void_p()
         self._check(self._lib.cuStreamCreate(byref(made), _NON_BLOCKING), "cuStreamCreate")
         return made.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """Give a stream back once its work is done."""
+        self._check(self._lib.cuStreamDestroy_v2(stream), "cuStreamDestroy")
 
     def create_event(self, *, timing: bool = False) -> int:
         """An event of the current context."""

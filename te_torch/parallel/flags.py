@@ -64,7 +64,7 @@ class Flags:
                 if what == "say":
                     asked.append(("write", at, 1))
                 else:
-                    asked += [("note", at + 4, 1), ("wait", at, 1), ("write", at, 0), ("note", at + 4, 0)]
+                    asked += [("write", at + 4, 1), ("wait", at, 1), ("write", at, 0), ("write", at + 4, 0)]
             made = self._made[(what, *channels)] = flag_operations(*asked)  # type: ignore[index]
         self._driver.flags(stream, made)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import uuid
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,7 +52,7 @@ class _Found(NamedTuple):
     reason: str  # why there are none
 
 
-_found: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
+_found: dict[Any, _Found] = {}  # by group
 _in_graphs: list[GroupPeers] = []
 
 
@@ -82,10 +81,10 @@ def refuse_capture(rt: Runtime, what: str) -> None:
 
 def let_go() -> None:
     """Give all memory back, but what captured graphs use."""
-    for found in [*_found.values()]:
-        if found.peers is not None:
-            found.peers.close()
-    _found.clear()
+    while _found:
+        _, (peers, _) = _found.popitem()
+        if peers is not None:
+            peers.close()
 
 
 def _asked(group: Any, driver: Any, device: int) -> _Found:
@@ -145,7 +144,9 @@ def mapped(nbytes: int, group: Any, device: int) -> Mapped:
             del os.environ[_NO_MULTICAST]
         else:
             os.environ[_NO_MULTICAST] = before
-    return Mapped(tuple(handle.buffer_ptrs), nbytes, buffer, handle)
+    addresses = list(handle.buffer_ptrs)
+    addresses[dist.get_rank(group)] = buffer.data_ptr()
+    return Mapped(addresses, nbytes, buffer, handle)
 
 
 # ------------------------------------------------------------------------------------------- a group's memory
@@ -250,6 +251,11 @@ class GroupPeers:
         self.driver.synchronize_device(self.device)
         self._mapped.clear()
         self.flags.close()
+        with self.entered():
+            for event in self._events:
+                self.driver.destroy_event(event)
+            for stream in (self.stream, self._spoiling):
+                self.driver.destroy_stream(stream)
 
     # ----------------------------------------------------------------------------------- where a rank does not come
 

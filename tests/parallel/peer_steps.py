@@ -111,6 +111,7 @@ def offered(rank: Rank) -> Iterator[Any]:
     if rank.device == "cuda":
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         yield libraries.driver()
+        peers.let_go()
         return
     driver = HostDriver()
     with patch.multiple(
@@ -134,8 +135,9 @@ def uses(rank: Rank, count: int, sizes: tuple[int, ...], skewed: bool) -> int:
         found = peers.peers_of(group, rt)
         assert found is not None
         for use in range(count):
-            kind, nbytes = (OPERAND, OUTPUT)[use % 2], sizes[use % len(sizes)]
-            if skewed and draws.random() < 0.2:
+            kind, nbytes = (OPERAND, OUTPUT)[use // 3 % 2], sizes[use % len(sizes)]
+            held = draws.choice(("begin", "read", "", "")) if skewed else ""
+            if held == "begin":
                 hold_up(rank)
             room = found.room(rt, kind, max(sizes) * rank.world)
             assert room.memory.nbytes >= max(sizes) * rank.world
@@ -145,6 +147,8 @@ def uses(rank: Rank, count: int, sizes: tuple[int, ...], skewed: bool) -> int:
                 if kind == OUTPUT:
                     room.push(rt, to, rank.number * nbytes, part(rank, rank.number, use + to, nbytes)).wait()
                 room.announce(rt, to)
+            if held == "read":
+                hold_up(rank)
             for source in found.others:
                 room.await_(rt, source).wait()
                 out, told = room.memory.rows(source * nbytes, (source + 1) * nbytes), use + rank.number
@@ -263,33 +267,33 @@ def first_in_a_capture(rank: Rank) -> str:
                     graph.capture_end()
 
 
-def memory(rank: Rank, steps_of: int) -> tuple[list[int], list[int], int]:
-    """(bytes that are mapped after the first steps and after all, bytes of the device before and after, how many groups
-    have memory in the end)."""
-    mapped_, taken = [], []
+def memory(rank: Rank, count: int) -> tuple[list[int], list[int], int]:
+    """(bytes that are mapped after the first steps and after all, what a GPU has free after these, then after
+    destroy_ub, both of two rounds, how many groups have memory in the end)."""
+    rooms, free = [], []
 
-    def free() -> int:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        dist.barrier()
-        return torch.cuda.mem_get_info()[0]
+    def note() -> None:
+        if rank.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            dist.barrier()
+            torch.cuda.synchronize()
+            free.append(torch.cuda.mem_get_info()[0])
+            dist.barrier()
 
     with offered(rank):
-        plain = make("mlp", rank, dist.group.WORLD)
-        steps(plain, rank, None, (TOKENS,) * 3, dist.group.WORLD)
-        if rank.device == "cuda":
-            taken.append(free())
-        with initialised(rank.world, ub_cfgs=RINGS):
-            module = make("mlp", rank, dist.group.WORLD, **SETS["rings"])
-            for counts in ((TOKENS,), (64, 32, 96) * (steps_of // 3)):
-                steps(module, rank, None, counts, dist.group.WORLD)
-                found = peers._found[dist.group.WORLD].peers
-                assert found is not None
-                mapped_.append(sum(piece.nbytes for piece in found._mapped.values()))
+        for _ in range(2):
+            with initialised(rank.world, ub_cfgs=RINGS):
+                module = make("mlp", rank, dist.group.WORLD, **SETS["rings"])
+                for counts in ((TOKENS,), (64, 32, 96) * (count // 3)):
+                    steps(module, rank, None, counts, dist.group.WORLD)
+                    found = peers._found[dist.group.WORLD].peers
+                    assert found is not None
+                    rooms.append(sum(piece.nbytes for piece in found._mapped.values()))
+                note()
             del found, module
-        if rank.device == "cuda":
-            taken.append(free())
-        return mapped_, taken, len(peers._found)
+            note()
+        return rooms, free, len(peers._found)
 
 
 def long(rank: Rank, count: int) -> tuple[int, float, dict[str, str]]:
