@@ -108,8 +108,8 @@ _OPERATIONS = {"wait": (1, 1), "write": (2, 0)}
 def flag_operations(*operations: tuple[str, int, int]) -> ctypes.Array[Any]:
     """For `Driver.flags`, one after another: (word, address of 32 bits, number).
 
-    "wait" until the number stands there, or "write" it, once all that was on the stream before is done, and can be seen by
-    who sees the number.
+    "wait" until the number stands there, or "write" it, once all that was on the stream before is done, and can be seen
+    by who sees the number.
     """
     made = (MemoryOperation * len(operations))()
     for place, (word, address, value) in zip(made, operations, strict=True):
