@@ -13,10 +13,10 @@ from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import UnsupportedError
 from te_core.layers import mlp, norm_linear
+from te_core.layers.carriers import ordered_sum
 from te_core.layers.communicator import InProcessCommunicator, InProcessRanks
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.layers.norm import NormSpec
-from te_core.layers.carriers import ordered_sum
 from te_core.layers.overlap import Overlap, Way
 from te_core.layers.parallel import Split
 from te_core.precision import Precision
