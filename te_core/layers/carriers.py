@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.layers.communicator import OPERAND, OUTPUT, Communicator, Handle, Peers, Room, as_bytes
 from te_core.ops import raw as ops
@@ -222,7 +221,7 @@ class _CalledSummands:
                 ops.context_sum(self._rt, part, None, out=columns_of(self._out, self._splits, number))
         slots, self._slots = self._slots, None
         if slots is not None:
-            ordered_sum(self._rt, slots, out=self._out)
+            ops.rank_sum(self._rt, slots, out=self._out)
 
 
 # --------------------------------------------------------------------------------------------- peer memory
@@ -374,7 +373,7 @@ class _PushedSummands:
         for handle in self._come:
             handle.wait()
         for number in range(self._splits):
-            ordered_sum(rt, self._slots(number), out=columns_of(self._out, self._splits, number))
+            ops.rank_sum(rt, self._slots(number), out=columns_of(self._out, self._splits, number))
         self._room.leave(rt)
 
 
@@ -382,13 +381,3 @@ def carrier_of(rt: Runtime, comm: Communicator, capacity: int, dtype: DType) -> 
     """How what overlaps travels in this group: whole tensors have up to so many elements."""
     peers = comm.peers(rt)
     return Calls(comm) if peers is None else PeerMemory(comm, peers, capacity, dtype)
-
-
-def ordered_sum(rt: Runtime, slots: Tensor, *, out: Tensor) -> None:
-    """out = the summands [p, ...] added in float32, in the order of the ranks, and rounded once."""
-    total = slots.rows(0, 1).reshape(*slots.shape[1:])
-    for i in range(1, slots.shape[0]):
-        last = i + 1 == slots.shape[0]
-        into = out if last else rt.empty(total.shape, dtypes.float32) if i == 1 else total
-        ops.context_sum(rt, total, slots.rows(i, i + 1).reshape(*slots.shape[1:]), out=into)
-        total = into

@@ -13,12 +13,12 @@ from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import UnsupportedError
 from te_core.layers import mlp, norm_linear
-from te_core.layers.carriers import ordered_sum
 from te_core.layers.communicator import InProcessCommunicator, InProcessRanks
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.layers.norm import NormSpec
 from te_core.layers.overlap import Overlap, Way
 from te_core.layers.parallel import Split
+from te_core.ops import raw as ops
 from te_core.precision import Precision
 from te_core.runtime import HostAllocator, Runtime
 from te_core.tensor import Tensor
@@ -166,7 +166,7 @@ def test_a_sum_is_rounded_once() -> None:
     """In bf16 1 + 2^-8 is 1, so the sum by twos would be 1, and that of all is 1 + 2^-7."""
     tensors = RT.tensor(np.array([1, 2**-8, 2**-8], np.float32).repeat(8).reshape(3, 2, 4), dtypes.bfloat16)
     out = RT.empty((2, 4), dtypes.bfloat16)
-    ordered_sum(RT, tensors, out=out)
+    ops.rank_sum(RT, tensors, out=out)
     assert (RT.numpy(out).astype(np.float32) == 1 + 2**-7).all()
 
 
