@@ -68,6 +68,11 @@ class Carrier(Protocol):
     """How parts and summands travel, as one rank has it."""
 
     @property
+    def name(self) -> str:
+        """By which the fastest method is looked up."""
+        ...
+
+    @property
     def through(self) -> str:
         """What reports add to the name of a method."""
         ...
@@ -135,7 +140,7 @@ class Several:
 class Calls:
     """By `send_recv`, `all_gather` and `reduce_scatter`. All work is the call's stream's, which their handles know."""
 
-    through = ""
+    name, through = "nccl", ""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -231,7 +236,7 @@ class PeerMemory:
     """Through rooms. Products of a ring take turns between the call's stream and another one, so that the tail of one
     fills with the head of the next."""
 
-    through = ", through peer memory"
+    name, through = "peer memory", ", through peer memory"
 
     def __init__(self, comm: Communicator, peers: Peers, capacity: int, dtype: DType) -> None:
         self.comm, self.peers = comm, peers
