@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.layers.communicator import OPERAND, OUTPUT, Communicator, Handle, Peers, Room, as_bytes
 from te_core.ops import raw as ops
@@ -67,6 +66,11 @@ class Summands(Protocol):
 
 class Carrier(Protocol):
     """How parts and summands travel, as one rank has it."""
+
+    @property
+    def name(self) -> str:
+        """By which the fastest method is looked up."""
+        ...
 
     @property
     def through(self) -> str:
@@ -136,7 +140,7 @@ class Several:
 class Calls:
     """By `send_recv`, `all_gather` and `reduce_scatter`. All work is the call's stream's, which their handles know."""
 
-    through = ""
+    name, through = "nccl", ""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -222,7 +226,7 @@ class _CalledSummands:
                 ops.context_sum(self._rt, part, None, out=columns_of(self._out, self._splits, number))
         slots, self._slots = self._slots, None
         if slots is not None:
-            ordered_sum(self._rt, slots, out=self._out)
+            ops.rank_sum(self._rt, slots, out=self._out)
 
 
 # --------------------------------------------------------------------------------------------- peer memory
@@ -232,7 +236,7 @@ class PeerMemory:
     """Through rooms. Products of a ring take turns between the call's stream and another one, so that the tail of one
     fills with the head of the next."""
 
-    through = ", through peer memory"
+    name, through = "peer memory", ", through peer memory"
 
     def __init__(self, comm: Communicator, peers: Peers, capacity: int, dtype: DType) -> None:
         self.comm, self.peers = comm, peers
@@ -374,7 +378,7 @@ class _PushedSummands:
         for handle in self._come:
             handle.wait()
         for number in range(self._splits):
-            ordered_sum(rt, self._slots(number), out=columns_of(self._out, self._splits, number))
+            ops.rank_sum(rt, self._slots(number), out=columns_of(self._out, self._splits, number))
         self._room.leave(rt)
 
 
@@ -382,13 +386,3 @@ def carrier_of(rt: Runtime, comm: Communicator, capacity: int, dtype: DType) -> 
     """How what overlaps travels in this group: whole tensors have up to so many elements."""
     peers = comm.peers(rt)
     return Calls(comm) if peers is None else PeerMemory(comm, peers, capacity, dtype)
-
-
-def ordered_sum(rt: Runtime, slots: Tensor, *, out: Tensor) -> None:
-    """out = the summands [p, ...] added in float32, in the order of the ranks, and rounded once."""
-    total = slots.rows(0, 1).reshape(*slots.shape[1:])
-    for i in range(1, slots.shape[0]):
-        last = i + 1 == slots.shape[0]
-        into = out if last else rt.empty(total.shape, dtypes.float32) if i == 1 else total
-        ops.context_sum(rt, total, slots.rows(i, i + 1).reshape(*slots.shape[1:]), out=into)
-        total = into

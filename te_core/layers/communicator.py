@@ -79,9 +79,9 @@ class Peers(Protocol):
 
     **Order.** The transfers of a rank (push, pull, announce, await_, leave) run one after another in the order in which
     they are asked for, whatever `rt` they are asked on, each behind all that its `rt` had been given by then. They run
-    beside later work of `rt`. Only `wait()` of a handle has work wait for them: later work of the `rt` that the transfer
-    was asked on. The host waits for nothing. A tensor belongs to its transfer until `wait()` of its handle, or of a
-    later one.
+    beside later work of `rt`. Only `wait()` of a handle has work wait for them: later work of the `rt` on which the
+    transfer was asked for. The host waits for nothing. A tensor belongs to its transfer until `wait()` of its handle,
+    or of a later one.
 
     **Uses.** All ranks begin the same uses in the same order. In each, every rank announces once to every other rank,
     awaits it once, and leaves. There are two rooms of a kind, which uses take by turns. Work of `rt` behind `room()`,

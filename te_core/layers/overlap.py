@@ -26,6 +26,7 @@ from typing import Any
 
 from te_core import dtypes
 from te_core.errors import UnsupportedError
+from te_core.layers import overlap_choice
 from te_core.layers.carriers import Calls, Carrier, Summands, carrier_of, join, lanes, order
 from te_core.layers.communicator import Communicator, Handle
 from te_core.layers.gathered import turns
@@ -47,6 +48,7 @@ class Way:
 
     method: str  # one of METHODS
     splits: int = 0  # pieces of a pipeline
+    chosen: bool = True  # somebody has said so; else the fastest that was measured is taken, for which this stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class Overlapping:
         """
         if self._asked(gemm) != RING:
             return False
-        reason = self._against(gemm, self.comm.size * part.shape[0] * part.shape[1]) or (
+        _, reason = self._method(rt, gemm, "gather", (self.comm.size * part.shape[0], part.shape[1]))
+        reason = reason or (
             "the operand travels in high precision, and is quantized whole" if plain else _no_rows(part, part.shape[0])
         )
         if reason:
@@ -116,13 +119,15 @@ class Overlapping:
     ) -> tuple[Tensor, Handle] | None:
         """(this rank's part of the sum, its handle) of a product of which each rank has a summand; None: it does not
         overlap."""
-        method, size = self._asked(gemm), self.comm.size
-        if method not in (RING, PIPELINE) or out.shape[0] % size:  # what ranks do not divide is refused elsewhere
+        size = self.comm.size
+        if (
+            self._asked(gemm) not in (RING, PIPELINE) or out.shape[0] % size
+        ):  # ranks that do not divide it: see elsewhere
             return None
         way, c = getattr(self.ways, gemm), out.matrix()
         m = c.shape[0] // size
+        method, reason = self._method(rt, gemm, "sum" if gemm == "fprop" else "dgrad", c.shape)
         splits = size if method == RING else way.splits
-        reason = self._against(gemm, c.size)
         if not reason:
             reason = _no_rows(a, m) if method == RING else _no_columns(b, gemm, c.shape[1], splits)
         if reason:
@@ -135,19 +140,35 @@ class Overlapping:
             return made, pushed(rt, (carrier, self.comm), (a, b, c), made.matrix(), run)
         return made, pipelined(rt, carrier, (a, b, c), made.matrix(), _Pieces(gemm, splits, run))
 
-    def bulk(self, rt: Runtime, gemm: str, size: int) -> Carrier:
-        """How travels what this GEMM has beside it, or what it needs, a tensor of so many elements in all."""
-        asked = self._asked(gemm) in (BULK, EXTERNAL) and not self._against(gemm, size)
-        return self.carrier(rt) if asked else Calls(self.comm)
+    def bulk(self, rt: Runtime, gemm: str, shape: tuple[int, ...]) -> Carrier:
+        """How travels what this GEMM has beside it, or what it needs: a whole tensor of this shape."""
+        if self._asked(gemm) not in (BULK, EXTERNAL) or self._method(rt, gemm, "dgrad", shape)[1]:
+            return Calls(self.comm)
+        return self.carrier(rt)
 
-    def beside(self, rt: Runtime, gemm: str) -> None:
-        """Note of a GEMM whose overlap is that of another one, how it is asked for."""
-        if (method := self._asked(gemm)) in (BULK, EXTERNAL):
-            self._ran(rt, gemm, _BESIDE[method])
+    def beside(self, rt: Runtime, gemm: str, shape: tuple[int, ...]) -> None:
+        """Note of a GEMM whose overlap is that of another one, how it is asked for, and why it is not so."""
+        asked = self._asked(gemm)
+        if asked in (BULK, EXTERNAL):
+            _, reason = self._method(rt, gemm, "dgrad", shape)
+            if reason:
+                self._plain(rt, gemm, reason)
+            else:
+                self._ran(rt, gemm, _BESIDE[asked])
 
     def _asked(self, gemm: str) -> str:
         way = None if self.ways.idle else getattr(self.ways, gemm)
         return "" if way is None else way.method
+
+    def _method(self, rt: Runtime, gemm: str, collective: str, shape: tuple[int, ...]) -> tuple[str, str]:
+        """(how a GEMM that was asked to overlap does, why not), by the whole tensor that travels."""
+        way: Way = getattr(self.ways, gemm)
+        reason = self._against(gemm, shape[0] * shape[1])
+        if reason or way.chosen or way.method == EXTERNAL or rt.device.kind != overlap_choice.MEASURED:
+            return way.method, reason
+        recipe = overlap_choice.recipe_of(self.spec.precision)
+        call = overlap_choice.Call(self.carrier(rt).name, self.comm.size, recipe, *shape)
+        return overlap_choice.fastest(collective, (way.method, RING) if collective == "sum" else (way.method,), call)
 
     def _against(self, gemm: str, size: int) -> str:
         """Why no call of this spec and size overlaps; "" where it does."""

@@ -358,8 +358,8 @@ class Spread:
 
     def _gather_beside(self, rt: Runtime, gemm: str, part: Value) -> Gathering:
         """Have what wgrad reads come beside dgrad, as the options of this GEMM say."""
-        size, overlap = self.split.size * part.shape[0] * part.shape[1], self.overlap
-        return gather(rt, self.comm, part, True, None if overlap is None else overlap.bulk(rt, gemm, size))
+        shape, overlap = (self.split.size * part.shape[0], part.shape[1]), self.overlap
+        return gather(rt, self.comm, part, True, None if overlap is None else overlap.bulk(rt, gemm, shape))
 
     def send(self, rt: Runtime, x: Uses) -> None:
         """Have what fprop reads travel, while the weight is quantized. (An inspector has yet to see it.)"""
@@ -393,7 +393,13 @@ class Spread:
             else:  # beside wgrad
                 self._sum = summing
             return made
-        overlap.beside(rt, gemm)
+        if gemm != "wgrad":
+            shape = out.matrix().shape
+        elif self.gathered == "grad":  # the whole gradient
+            shape = self.split.size * a.shape[0], a.shape[1]
+        else:  # that of x
+            shape = a.shape[0], b.shape[1]
+        overlap.beside(rt, gemm, shape)
         return None
 
     def scatter(self, rt: Runtime, gemm: str, out: Tensor) -> Tensor:
@@ -424,7 +430,7 @@ class Spread:
         """Have this rank's part of the sum come; dgrad's comes beside wgrad, as the options of that say."""
         if self.overlap is None or gemm != "dgrad":
             return self.comm.reduce_scatter(rt, whole, out)
-        summands = self.overlap.bulk(rt, "wgrad", whole.size).summands(rt, out.matrix())
+        summands = self.overlap.bulk(rt, "wgrad", whole.matrix().shape).summands(rt, out.matrix())
         summands.piece(rt, 0, whole.matrix())
         summands.arrive(rt)
         return summands

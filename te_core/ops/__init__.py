@@ -45,6 +45,7 @@ plan_update = explained(raw.plan_update)
 quantize = explained(raw.quantize)
 quantize_grouped = explained(raw.quantize_grouped)
 quantize_many = explained(raw.quantize_many)
+rank_sum = explained(raw.rank_sum)
 resize = explained(raw.resize)
 rope = explained(raw.rope)
 rope_qkv = explained(raw.rope_qkv)
@@ -62,13 +63,12 @@ update_scales = explained(raw.update_scales)
 
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "amax_many", "attention_backward",
-    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge",
-    "attention_sink_grad", "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum",
-    "context_draws", "context_lengths", "context_mark", "context_max", "context_rows", "context_sum",
-    "count_nonfinite", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map",
-    "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map",
-    "norm_backward", "norm_forward", "packed_width", "padding_order", "permute", "plan_update", "quantize",
-    "quantize_grouped", "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
-    "scale_pairs", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute",
-    "unpermute_backward", "update_scales",
+    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge", "attention_sink_grad",
+    "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum", "context_draws",
+    "context_lengths", "context_mark", "context_max", "context_rows", "context_sum", "count_nonfinite", "dequantize",
+    "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather",
+    "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward", "packed_width",
+    "padding_order", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many", "rank_sum", "resize",
+    "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward", "softmax_forward",
+    "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip

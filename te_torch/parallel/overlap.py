@@ -452,7 +452,7 @@ def _ways(
         return fprop if flags.ub_overlap_rs else None, dgrad if gathered else None, wgrad if gathered else None
     scattered = flags.ub_overlap_rs_dgrad
     if scattered and not gemms["dgrad"].chosen:
-        dgrad = Way(RING)
+        dgrad = Way(RING, chosen=False)
     if (scattered or flags.ub_bulk_dgrad) and scattered is (dgrad.method == BULK):
         raise ArgumentError(
             operation,
@@ -465,7 +465,7 @@ def _ways(
 
 
 def _way(gemm: OverlappedGemm) -> Way:
-    return Way(gemm.method, gemm.num_splits if gemm.method == PIPELINE else 0)
+    return Way(gemm.method, gemm.num_splits if gemm.method == PIPELINE else 0, gemm.chosen)
 
 
 def _check_hosts(operation: str, group: Any) -> None:
