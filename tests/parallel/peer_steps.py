@@ -36,6 +36,7 @@ from tests.parallel.overlap_steps import (
     TOKENS,
     H,
     compared,
+    each_said,
     in_groups_of_two,
     initialised,
     make,
@@ -47,6 +48,7 @@ from tests.parallel.tensor_steps import error_of
 from tests.parallel.test_graphed_spread import graphed, step
 
 _WAIT = 1
+CFGS = each_said(SETS["rings"], RINGS)
 
 
 class HostDriver:
@@ -234,7 +236,7 @@ def in_two_groups(rank: Rank) -> tuple[float, dict[str, str]]:
 def with_graphs(rank: Rank, kind: str, recipe: str | None) -> tuple[list[str], dict[str, str]]:
     """What a captured layer, replayed between eager steps, gives that an eager one does not; how its GEMMs ran."""
     group, found = dist.group.WORLD, []
-    with offered(rank), initialised(rank.world, ub_cfgs=RINGS):
+    with offered(rank), initialised(rank.world, ub_cfgs=CFGS):
         module = make(kind, rank, group, **SETS["rings"])
         eager, x = copy.deepcopy(module), torch.randn(TOKENS, 1, H).bfloat16().to(rank.device)
         call = graphed(module, rank, (x.clone().requires_grad_(),), recipe)
@@ -256,7 +258,7 @@ def first_in_a_capture(rank: Rank) -> str:
         x = torch.zeros(TOKENS, 1, H, dtype=torch.bfloat16, device=rank.device)
         overlap._process.destroyed = True
         module(x)
-        with initialised(rank.world, ub_cfgs=RINGS), torch.no_grad():
+        with initialised(rank.world, ub_cfgs=CFGS), torch.no_grad():
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()):
                 graph = torch.cuda.CUDAGraph()
@@ -283,7 +285,7 @@ def memory(rank: Rank, count: int) -> tuple[list[int], list[int], int]:
 
     with offered(rank):
         for _ in range(2):
-            with initialised(rank.world, ub_cfgs=RINGS):
+            with initialised(rank.world, ub_cfgs=CFGS):
                 module = make("mlp", rank, dist.group.WORLD, **SETS["rings"])
                 for counts in ((TOKENS,), (64, 32, 96) * (count // 3)):
                     steps(module, rank, None, counts, dist.group.WORLD)
@@ -299,7 +301,7 @@ def memory(rank: Rank, count: int) -> tuple[list[int], list[int], int]:
 def long(rank: Rank, count: int) -> tuple[int, float, dict[str, str]]:
     """Many equal steps beside all-reduces of a second group: (how many, those that gave something else, what ran)."""
     second = dist.new_group()
-    with offered(rank), initialised(rank.world, ub_cfgs=RINGS):
+    with offered(rank), initialised(rank.world, ub_cfgs=CFGS):
         module = make("layer", rank, dist.group.WORLD, **SETS["rings"])
         x = torch.randn(TOKENS, 1, H).bfloat16().to(rank.device)
         others, wrong = torch.zeros(1 << 20, device=rank.device), torch.zeros((), device=rank.device)
