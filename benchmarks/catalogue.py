@@ -102,6 +102,11 @@ BENCHMARKS = {
                  "plain idle ms", "idle ms", "M, K, N", "whole ms", "halves ms", "copy ms", "halves and copy ms"),
         ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
     ),
+    "overlap_defaults": Benchmark(
+        columns=("case", "recipe", "carrier", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
+                 "plain idle ms", "idle ms"),
+        ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
+    ),
     "debugging": Benchmark(
         ("measure_inspect", "measure_features"),
         columns=("case", "us", "of_plain", "host us", "more us", "target", "ok"),

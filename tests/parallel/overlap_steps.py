@@ -31,7 +31,7 @@ RINGS = {f"{name}_fprop": {"method": "ring_exchange"} for name in ("proj", "fc2"
 
 
 def each_said(flags: dict[str, bool], cfg: dict[str, Any] | None) -> dict[str, Any]:
-    """The methods of all GEMMs, said by name: where nobody says one, a GPU takes the fastest, which is plain for these."""
+    """The methods of all GEMMs, by name: where nobody says one, a GPU takes the fastest, which is plain for these."""
     bulk = flags["ub_bulk_dgrad"]
     found = {f"{name}_fprop": "ring_exchange" for name in ("qkv", "fc1")}
     found |= {f"{name}_dgrad": "bulk" if bulk else "ring_exchange" for name in ("qkv", "fc1")}
