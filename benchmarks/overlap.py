@@ -2,13 +2,13 @@
 
 The layer of `parallel` and smaller ones, tensor and sequence parallel, forward and backward, in bf16 and two FP8
 recipes. `plain ms` and `ms`: a step of the slower rank, medians of rounds in which both are measured one after the
-other. `of_plain`: the median of the rounds' ratios, below 1 where overlap is faster. Each method is measured alone, too;
-which one is taken where nobody says one follows from these figures (`overlap_defaults`).
+other. `of_plain`: the median of the rounds' ratios, below 1 where overlap is faster. Each method is measured alone,
+too; which one is taken where nobody says one follows from these figures (`overlap_defaults`).
 
-From a trace of rank 0, at the first size: `shown ms` is the time of a step in which a transfer runs (a kernel of NCCL, a
-copy between GPUs) and no kernel that computes, `idle ms` all time in which no such kernel runs. NCCL's kernels wait for
-the other rank, so a rank that is ahead counts its waiting as shown; a stream that waits for peer memory runs nothing,
-which is idle.
+From a trace of rank 0, at the first size: `shown ms` is the time of a step in which a transfer runs (a kernel of NCCL,
+a copy between GPUs) and no kernel that computes, `idle ms` all time in which no such kernel runs. NCCL's kernels wait
+for the other rank, so a rank that is ahead counts its waiting as shown; a stream that waits for peer memory runs
+nothing, which is idle.
 
 `product` rows: a product of the layer in bf16, whole and in two halves, a part's copy from the other GPU, and the
 halves with the copy beside the first.

@@ -137,6 +137,7 @@ def mapped(nbytes: int, group: Any, device: int) -> Mapped:
     try:
         with torch.inference_mode(False):
             buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+        torch.cuda.synchronize(device)  # torch fills it with zeros, maybe behind work that others do not wait for
         with telling(OPERATION, group):
             handle = symmetric.rendezvous(buffer, group=group)
     finally:

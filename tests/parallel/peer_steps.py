@@ -1,7 +1,6 @@
 """Peer memory between ranks: what they do, on GPUs as it is, and on the CPU over files that all of them map.
 
-There the driver is `HostDriver`, which does what it is asked for at once, in the thread that asks: all streams of a
-rank are one queue. So what would wait in a circle on a GPU with one hardware queue hangs here.
+There the driver is `HostDriver`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ import ctypes
 import os
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -52,16 +53,21 @@ CFGS = each_said(SETS["rings"], RINGS)
 
 
 class HostDriver:
-    """A driver over host memory. `log` has what was asked for; a wait has no end unless its word comes."""
+    """A driver over host memory. The host's own work is that of stream 0.
 
-    def __init__(self) -> None:
-        self.log: list[str] = []
+    With one queue it does what it is asked for at once, in the thread that asks, as a GPU with one hardware queue. With
+    more, each other stream is a thread that does everything in its order, and a little late.
+    """
+
+    def __init__(self, one_queue: bool) -> None:
         self._numbers = count(1)
+        self._queues: dict[int, ThreadPoolExecutor] | None = None if one_queue else {}
+        self._events: dict[int, threading.Event] = {}  # what was recorded last
         self.on = self.at_first_use = lambda index: nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         assert hasattr(Driver, name), name
-        return lambda *given: self.log.append(name)
+        return lambda *given: None
 
     def attach(self, index: int) -> int:
         return 0
@@ -70,22 +76,62 @@ class HostDriver:
         return False
 
     def create_stream(self) -> int:
-        return next(self._numbers)
+        number = next(self._numbers)
+        if self._queues is not None:
+            self._queues[number] = ThreadPoolExecutor(1)
+        return number
 
-    create_event = create_stream
+    def destroy_stream(self, stream: int) -> None:
+        if self._queues is not None:
+            self._queues.pop(stream).shutdown()
+
+    def create_event(self) -> int:
+        return next(self._numbers)
 
     def register(self, index: int, host: int, nbytes: int) -> int:
         return host
 
+    def _do(self, stream: int, work: Any, *given: Any) -> None:
+        if self._queues is None or not stream:
+            work(*given)
+            return
+
+        def later() -> None:
+            time.sleep(random.random() / 1000)
+            work(*given)
+
+        self._queues[stream].submit(later)
+
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        self.log.append(f"copy {nbytes}")
-        ctypes.memmove(to, source, nbytes)
+        self._do(stream, ctypes.memmove, to, source, nbytes)
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        ctypes.memset(address, value, nbytes)
+        self._do(stream, ctypes.memset, address, value, nbytes)
 
     def flags(self, stream: int, made: Any) -> None:
-        self.log.append("flags")
+        self._do(stream, self._flags, made)
+
+    def record(self, event: int, stream: int) -> None:
+        self._events[event] = reached = threading.Event()
+        self._do(stream, reached.set)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._do(stream, self._events[event].wait)
+
+    def synchronize(self, stream: int) -> None:
+        self.record(-stream, stream)
+        self._events[-stream].wait()
+
+    def synchronize_device(self, index: int) -> None:
+        for stream in self._queues or ():
+            self.synchronize(stream)
+
+    def order_streams(self, index: int, producer: int, consumer: int) -> None:
+        self.record(0, producer)
+        self.wait(consumer, 0)
+
+    @staticmethod
+    def _flags(made: Any) -> None:
         for asked in made:
             word = ctypes.c_uint32.from_address(asked.address)
             if asked.operation == _WAIT:
@@ -108,14 +154,14 @@ def mapped(nbytes: int, group: Any, device: int) -> peers.Mapped:
 
 
 @contextmanager
-def offered(rank: Rank) -> Iterator[Any]:
+def offered(rank: Rank, one_queue: bool = False) -> Iterator[Any]:
     """Groups have peer memory inside; on the CPU that of files, and the driver that they have it from."""
     if rank.device == "cuda":
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         yield libraries.driver()
         peers.let_go()
         return
-    driver = HostDriver()
+    driver = HostDriver(one_queue)
     with patch.multiple(
         peers,
         _DEVICES=("cpu",),
@@ -128,12 +174,12 @@ def offered(rank: Rank) -> Iterator[Any]:
     peers.let_go()
 
 
-def uses(rank: Rank, count: int, sizes: tuple[int, ...], skewed: bool) -> int:
+def uses(rank: Rank, count: int, sizes: tuple[int, ...], skewed: bool, one_queue: bool = False) -> int:
     """Parts that go around in rooms of two kinds, of changing sizes: how many came as something else."""
     group, wrong = dist.group.WORLD, 0
     rt = runtime_for(torch.zeros(1, device=rank.device))
     draws = random.Random(rank.number)
-    with offered(rank):
+    with offered(rank, one_queue):
         found = peers.peers_of(group, rt)
         assert found is not None
         for use in range(count):
@@ -179,9 +225,8 @@ def hold_up(rank: Rank) -> None:
 def left_alone(rank: Rank, timeout: int) -> tuple[bool, float, list[str]]:
     """Of the rank whose partner dies in a use of a room: (whether what it reads is NaN, the seconds until it reads, the
     errors of its next calls)."""
-    os.environ["UB_TIMEOUT"] = str(timeout)
     rt = runtime_for(torch.zeros(1, device=rank.device))
-    with offered(rank):
+    with patch.dict(os.environ, UB_TIMEOUT=str(timeout)), offered(rank):
         found = peers.peers_of(dist.group.WORLD, rt)
         assert found is not None
         other = found.others[0]

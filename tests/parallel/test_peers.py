@@ -26,8 +26,13 @@ from tests.parallel.test_overlap import AGREES, GEMMS, methods
 
 @pytest.mark.four_ranks
 def test_what_goes_around(ranks: Ranks) -> None:
-    assert ranks.run(uses, 24, (512, 24, 4096, 8), False) == [0] * ranks.world
-    assert ranks.run(uses, 24, (512, 24, 4096, 8), True) == [0] * ranks.world
+    for skewed in (False, True):
+        assert ranks.run(uses, 24, (512, 24, 4096, 8), skewed) == [0] * ranks.world
+
+
+def test_one_queue_is_enough(pair: Ranks) -> None:
+    """Where a GPU has one, nothing may wait for what stands behind it."""
+    assert pair.run(uses, 24, (512, 24, 4096, 8), True, True) == [0, 0]
 
 
 @pytest.mark.four_ranks(recipe="delayed", flags="rings")
