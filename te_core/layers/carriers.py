@@ -77,8 +77,8 @@ class Carrier(Protocol):
         """What reports add to the name of a method."""
         ...
 
-    def lane(self, rt: Runtime, number: int) -> Runtime:
-        """The stream of a product of a ring, by its number; it has yet to wait for rt."""
+    def side(self, rt: Runtime) -> Runtime:
+        """The stream with which rt takes turns for the products of a ring; rt itself where there is none."""
         ...
 
     def parts(self, rt: Runtime, pieces: Sequence[Tensor], places: Mapping[int, Sequence[Tensor]]) -> Coming:
@@ -99,19 +99,19 @@ def order(comm: Communicator) -> list[int]:
     return [(comm.rank + step) % comm.size for step in range(1, comm.size)]
 
 
+def lanes(carrier: Carrier, rt: Runtime) -> tuple[Runtime, Runtime]:
+    """The streams of a ring's products, by turns. Both see what rt has done so far, and not what it does from here."""
+    side = carrier.side(rt)
+    if side is not rt:
+        side.wait(rt)
+    return rt, side
+
+
 def join(carrier: Carrier, rt: Runtime) -> None:
-    """rt waits for the other lane."""
-    lane = carrier.lane(rt, 1)
-    if lane is not rt:
-        rt.wait(lane)
-
-
-def lanes(carrier: Carrier, rt: Runtime, number: int) -> Runtime:
-    """The lane of a product, which sees what rt has done."""
-    lane = carrier.lane(rt, number)
-    if lane is not rt:
-        lane.wait(rt)
-    return lane
+    """rt sees what was done on the other lane."""
+    side = carrier.side(rt)
+    if side is not rt:
+        rt.wait(side)
 
 
 def columns_of(out: Tensor, splits: int, number: int) -> Tensor:
@@ -145,7 +145,7 @@ class Calls:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def lane(self, rt: Runtime, number: int) -> Runtime:
+    def side(self, rt: Runtime) -> Runtime:
         """See `Carrier`."""
         return rt
 
@@ -242,9 +242,9 @@ class PeerMemory:
         self.comm, self.peers = comm, peers
         self._bytes = {kind: room_bytes(kind, capacity, comm.size, dtype) for kind in (OPERAND, OUTPUT)}
 
-    def lane(self, rt: Runtime, number: int) -> Runtime:
+    def side(self, rt: Runtime) -> Runtime:
         """See `Carrier`."""
-        return rt.side("ring") if number % 2 else rt
+        return rt.side("ring")
 
     def use(self, rt: Runtime, kind: str) -> _Use:
         """Begin a use of a room."""
@@ -254,8 +254,9 @@ class PeerMemory:
         """See `Carrier`."""
         use = self.use(rt, OPERAND)
         use.show(rt, pieces)
+        streams = lanes(self, rt)
         for number, source in enumerate(order(self.comm), 1):
-            use.fetch(lanes(self, rt, number), source, places[source])
+            use.fetch(streams[number % 2], source, places[source])
         return use
 
     def gather(self, rt: Runtime, pairs: Sequence[tuple[Tensor, Tensor]]) -> Handle:

@@ -285,11 +285,11 @@ class Ring:
 
     def parts(self) -> Iterator[tuple[Runtime, int, Value]]:
         """(stream, rank, its part) in the order in which they are multiplied, each when it is there."""
+        streams = lanes(self.carrier, self.rt)
         yield self.rt, self.comm.rank, self.own
         for number, source in enumerate(self._parts, 1):
-            lane = lanes(self.carrier, self.rt, number)
             self._coming.wait(source)
-            yield lane, source, self._parts[source]
+            yield streams[number % 2], source, self._parts[source]
 
     def end(self) -> None:
         """All parts are multiplied."""
@@ -340,11 +340,12 @@ def pushed(
     soon as they are there."""
     (a, b, c), (carrier, comm), m = operands, how, out.shape[0]
     parts, summands = row_parts(rt, a, comm.size), carrier.summands(rt, out)
+    streams = lanes(carrier, rt)
     for number, to in enumerate(reversed(order(comm))):
-        lane, made = lanes(carrier, rt, number), c.rows(to * m, (to + 1) * m)
-        run(lane, parts[to], b, made)
-        summands.send(lane, to, made)
-    run(lanes(carrier, rt, comm.size - 1), parts[comm.rank], b, summands.own)
+        made = c.rows(to * m, (to + 1) * m)
+        run(streams[number % 2], parts[to], b, made)
+        summands.send(streams[number % 2], to, made)
+    run(streams[(comm.size - 1) % 2], parts[comm.rank], b, summands.own)
     join(carrier, rt)
     summands.arrive(rt)
     return summands

@@ -14,7 +14,6 @@ from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import te_core
 from te_core.precision import Precision
 
 MEASURED = "cuda"  # the kind of device that the entries are of: on others the defaults stand
@@ -43,7 +42,7 @@ def recipe_of(precision: Precision | None) -> str:
 @cache
 def measured() -> list[dict[str, Any]]:
     """The entries that ship."""
-    found: dict[str, Any] = json.loads((Path(te_core.__file__).parent / "overlap_speed.json").read_text())
+    found: dict[str, Any] = json.loads((Path(__file__).parents[1] / "overlap_speed.json").read_text())
     return list(found["measured"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -54,12 +55,11 @@ class PeerRanks(InProcessRanks):
         """Wait for an announcement; it counts once."""
         said = what, kind, turn, source, to
         with self.changed:
-            waited = 0.0
+            end = time.monotonic() + self.timeout
             while said not in self.said:
-                if self.broken or waited > self.timeout:
+                if self.broken or time.monotonic() > end:
                     raise self.lost(f"{what} of {kind} {turn} by rank {source}", f"that rank {to} waits for")
                 self.changed.wait(0.05)
-                waited += 0.05
             self.said.remove(said)
 
     def use(self, kind: str, turn: int, nbytes: int) -> list[np.ndarray[Any, Any]]:
@@ -97,10 +97,11 @@ class _ThreadPeers:
         """See `Peers`."""
         count = self._turns.get(kind, 0)
         self._turns[kind] = count + 1
+        turn = count % 2
         if count >= 2:  # nobody has left the first two yet
             for other in self.ranks.others(self.rank):
-                self.ranks.take("the end", kind, count % 2, other, self.rank)
-        return _ThreadRoom(self, kind, count % 2, self.ranks.use(kind, count % 2, nbytes))
+                self.ranks.take("the end", kind, turn, other, self.rank)
+        return _ThreadRoom(self, kind, turn, self.ranks.use(kind, turn, nbytes))
 
     def transfer(self, name: str, function: Callable[[], None]) -> _Transfer:
         """Ask for a transfer behind those before; after an error there are no more."""
