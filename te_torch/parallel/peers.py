@@ -137,6 +137,9 @@ def mapped(nbytes: int, group: Any, device: int) -> Mapped:
     try:
         with torch.inference_mode(False):
             buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+        driver = libraries.driver()
+        with driver.on(device):  # as `spoil` will: what that needs is loaded here, where nothing waits for another rank
+            driver.fill(buffer.data_ptr(), 0xFF, nbytes, 0)
         torch.cuda.synchronize(device)  # torch fills it with zeros, maybe behind work that others do not wait for
         with telling(OPERATION, group):
             handle = symmetric.rendezvous(buffer, group=group)

@@ -20,7 +20,7 @@ from te_core import env
 _LOOKS = 50  # in the time of a timeout,
 _LONGEST = 1.0  # but one in so many seconds
 _RELEASES = 0.002  # seconds between the releases of a group that has failed: its streams may have more waits to come
-_SPOILING = 10.0  # seconds
+_SPOILING = 5.0  # seconds
 
 
 class Watched(Protocol):

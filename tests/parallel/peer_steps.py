@@ -248,6 +248,10 @@ def left_alone(rank: Rank, timeout: int) -> tuple[bool, float, list[str]]:
         said = []
         if rank.device == "cuda":  # the host is ahead
             room.pull(rt, other, 0, out).wait()
+            reached = torch.cuda.Event()
+            reached.record()
+            while not reached.query():  # in a copy to the host, the driver may let no other thread do anything
+                time.sleep(0.01)
         else:
             said.append(error_of(lambda: room.pull(rt, other, 0, out)))
             out = room.memory.rows(0, 4096)

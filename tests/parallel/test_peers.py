@@ -50,6 +50,9 @@ def test_steps_of_changing_token_counts(
 def test_a_rank_that_dies_ends_the_wait(two: Ranks) -> None:
     waiting, dead = two.outcomes(left_alone, 1)
     assert dead.how == "died", dead
+    if waiting.how == "died" and two.device == "cuda":  # a GPU that takes no work beside the wait
+        assert "a rank has waited in vain for another one" in waiting.output
+        return
     assert waiting.how == "returned", waiting
     spoiled, seconds, said = waiting.value
     assert spoiled and 1 <= seconds < 5
