@@ -61,6 +61,7 @@ VARIABLES: dict[str, Variable] = {
     "UB_TIMEOUT": Variable(
         "seconds that a rank waits for another one in a product that overlaps (default 110)", "number", "110", 1
     ),
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": Variable("1: ranks that share a GPU may read each other's memory"),
     # norms
     "NVTE_FWD_LAYERNORM_SM_MARGIN": Variable("multiprocessors that forward norm kernels leave free", "number"),
     "NVTE_BWD_LAYERNORM_SM_MARGIN": Variable("the same of backward ones", "number"),

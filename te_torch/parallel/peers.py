@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_core import dtypes, libraries
+from te_core import dtypes, env, libraries
 from te_core.errors import LibraryError, UnsupportedError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -121,7 +121,7 @@ def _against(rank: int, told: Sequence[tuple[str, str, str]], device: int) -> st
         if host != told[rank][1]:
             return f"ranks {rank} and {other} are on different hosts"
         if place == told[rank][2]:
-            if os.environ.get(_SHARE) != "1":
+            if not env.switch(_SHARE):
                 return f"ranks {rank} and {other} share a GPU"
         elif place not in here or not torch.cuda.can_device_access_peer(device, here[place]):
             return f"the GPU of rank {rank} has no access to that of rank {other}"
