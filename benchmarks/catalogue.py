@@ -111,7 +111,13 @@ BENCHMARKS = {
         ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,
     ),
     "overlap": Benchmark(
-        columns=("case", "recipe", "method", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms"),
+        columns=("case", "recipe", "method", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
+                 "plain idle ms", "idle ms", "M, K, N", "whole ms", "halves ms", "copy ms", "halves and copy ms"),
+        ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
+    ),
+    "overlap_defaults": Benchmark(
+        columns=("case", "recipe", "carrier", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
+                 "plain idle ms", "idle ms"),
         ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
     ),
     "debugging": Benchmark(

@@ -7,7 +7,7 @@ from te_core.ops.attention_merge import attention_merge, attention_sink_grad, co
 from te_core.ops.attention_scored import attention_scored_backward, attention_scored_forward
 from te_core.ops.context import context_draws, context_lengths, context_mark, context_max
 from te_core.ops.context_rows import context_rows
-from te_core.ops.elementwise import add, bias_dropout_add, bias_dropout_add_backward
+from te_core.ops.elementwise import add, bias_dropout_add, bias_dropout_add_backward, rank_sum
 from te_core.ops.gemm import gemm
 from te_core.ops.gemm_grouped import gemm_grouped
 from te_core.ops.gemm_quantized import gemm_quantized, gemm_route
@@ -45,7 +45,7 @@ __all__ = [
     "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather", "kv_move",
     "l2_norm_backward", "l2_norm_forward", "loss_facts", "loss_gradient", "loss_values", "mask_row_map",
     "norm_backward", "norm_forward", "norm_many", "packed_width", "padding_order", "permute", "plan_update", "quantize",
-    "quantize_grouped", "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_many",
-    "scale_pairs", "sgd", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose",
-    "unpermute", "unpermute_backward", "update_scales",
+    "quantize_grouped", "quantize_many", "rank_sum", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
+    "scale_many", "scale_pairs", "sgd", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales",
+    "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip

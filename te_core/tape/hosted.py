@@ -103,7 +103,7 @@ def _temporary(tape: Tape, steps: list[Any], kept: tuple[int, ...]) -> Lives:
     for i, (first, last) in uses.items():
         slot = tape.slots[i]
         if slot.kind not in ("memory", "scratch") or i in kept:
-            if slot.kind == "handle":
+            if slot.kind in ("handle", "room"):
                 raise NotRecordedError("a collective, in a host's memory")
             continue
         found[i] = (0 if slot.zeroed else first), last

@@ -153,6 +153,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
+        "rank_sum": ((tensor(rt, 3, ROWS, WIDTH),), {"out": tensor(rt, ROWS, WIDTH)}),
         "amax": ((x,), {"out": none}),
         "amax_many": (([x, w],), {}),
         "attention_forward": ((heads, heads, heads), {"spec": spec}),

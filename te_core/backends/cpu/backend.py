@@ -24,7 +24,7 @@ from te_core.backends.cpu.attention_merge import attention_merge, attention_sink
 from te_core.backends.cpu.attention_scored import attention_scored, plan_attention_scored
 from te_core.backends.cpu.context import context_draws, context_lengths, context_mark, context_max
 from te_core.backends.cpu.context_rows import context_rows
-from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward
+from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward, rank_sum
 from te_core.backends.cpu.executor import executor, executors
 from te_core.backends.cpu.gemm import plan_gemm
 from te_core.backends.cpu.kv_cache import kv_append, kv_gather, kv_move
