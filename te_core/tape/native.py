@@ -90,7 +90,7 @@ def _checked(status: Any, function: Any, arguments: Any) -> Any:
 
 
 def player() -> Any:
-    """The function that plays a stretch."""
+    """The function that plays a stretch. Other threads of Python's run meanwhile."""
     found = c_library.library("te_stretch_play")["te_stretch_play"]
     found.argtypes, found.restype, found.errcheck = [c_void_p, c_void_p], c_int, _checked
     return found
@@ -138,8 +138,8 @@ class Stretch:
                 for k in range(len(words.words) - SIZES):
                     pointers[at + k] = op.words + 8 * (SIZES + k)
             moved = [_Patch(p.number, self._number(p.slot), p.offset) for p in words.patches]
-            op.patches = (_Patch * (len(moved) + 1))(*moved)
-            self._kept.append(op.patches)
+            op.patches = patches = (_Patch * (len(moved) + 1))(*moved)
+            self._kept.append(patches)
             ops[i] = op
             at += len(words.words)
         self._stretch.calls = doors(any(words.kind == PRODUCT for _, words in self._ops))

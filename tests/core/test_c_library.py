@@ -7,6 +7,7 @@ import pytest
 from te_core import c_library
 from te_core.errors import LibraryError
 from tests.core.c_library import built
+from tools.wheels import LIBRARY
 
 
 def test_named_library_is_loaded_once(monkeypatch):
@@ -34,7 +35,7 @@ def test_wheel_comes_before_the_tree(monkeypatch, tmp_path):
     assert c_library.found() is None
     with pytest.raises(LibraryError, match="none"):
         c_library.library()
-    places = [tmp_path / "bindings/c/build/libte_core.so", tmp_path / "te_core/lib/libte_core.so"]
+    places = [tmp_path / "bindings/c/build/libte_core.so", tmp_path / LIBRARY]
     for place in places:
         place.parent.mkdir(parents=True)
         place.touch()

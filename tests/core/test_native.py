@@ -28,8 +28,9 @@ from tests.core.c_library import built
 from tests.core.fake_cuda import B200, Machine, Make
 from tests.core.tape_cases import FP32, MLP, Linear, Maker
 from tests.core.tape_more_cases import Attention, Norm, Softmax
-from tests.core.tape_proof import Tapes, made, proved, run
+from tests.core.tape_proof import Tapes, compare, made, proved, run
 from tests.core.test_tape_beside import LAYERS, build
+from tests.core.test_tape_cuda import ATTENTION, GROUPS, SHOWN, SMALL
 from tests.core.test_tape_said import WORDS, called, failing
 from tests.threads import switching, together
 
@@ -55,6 +56,17 @@ def test_layers_with_products(machine: Machine, recipe: str | None) -> None:
         proved(machine, replace(linear, **changes))
     for changes in ({}, {"checkpoint": True}, {"rows": 2048, "hidden": 256, "inner": 512, "activation": "swiglu"}):
         proved(machine, replace(mlp, **changes))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("group", [*GROUPS, *ATTENTION, *SMALL])
+def test_all_layers(machine: Machine, group: str) -> None:
+    """Every case that is compared with Python's player."""
+    fp8 = {"fp8": True, "heads": 4, "groups": 4, "d": 128} if group == "fp8" else {}
+    found = [*SMALL.get(group, ()), *(Attention(**{**fp8, **options}) for options in ATTENTION.get(group, ()))]
+    recipes = [recipe for of, recipe in SHOWN if of == group]
+    for case in (*found, *(case for recipe in recipes for case in GROUPS[group](recipe))):
+        proved(machine, case)
 
 
 @pytest.mark.parametrize("machine", [(B200,)], indirect=True)
@@ -168,12 +180,13 @@ def test_the_error_of_a_step(machine: Machine, kind: str) -> None:
         assert made(machine, rt, tapes.of(call), call, "first").count == taped.Counts(1)
 
 
-def test_the_last_pointers_are_forgotten_after_an_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of a product's pointers was set, the second was not: both are set anew."""
+def test_pointers_after_an_error_and_after_interpreted_calls(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product's second pointer could not be set; then Python multiplied by the same plan, from other addresses."""
     tapes, case = Tapes(), Linear("delayed")
     rt = machine.runtime()
     run(machine, rt, tapes, case, "first")
-    call, was, count = case(rt).forward, machine.lt.matmul_desc_set_attribute, [0]
+    call, other = case(rt).forward, case(rt).forward
+    one, was, count = made(machine, rt, tapes.of(call), call, "never"), machine.lt.matmul_desc_set_attribute, [0]
 
     def set_attribute(*arguments: int) -> None:
         count[0] += 1
@@ -185,7 +198,9 @@ def test_the_last_pointers_are_forgotten_after_an_error(machine: Machine, monkey
         patch.setattr(machine.lt, "matmul_desc_set_attribute", set_attribute)
         with pytest.raises(LibraryError, match="from gemm 48 x 96 x 64"):
             called(rt, tapes, call, "first")
-    proved(machine, case)
+    for _ in range(2):
+        compare(one, made(machine, rt, tapes.of(call), call, "first"))
+        made(machine, rt, tapes.of(other), other, "never")
 
 
 def test_what_cannot_be_had_is_said(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

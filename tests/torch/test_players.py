@@ -64,7 +64,7 @@ def alike(monkeypatch: pytest.MonkeyPatch, program: Callable[[], Any]) -> None:
 
 @covering(turns=2, name=MODULES, recipe=[None, *KINDS])
 def test_training(monkeypatch: pytest.MonkeyPatch, name: str, recipe: str | None) -> None:
-    alike(monkeypatch, lambda: training(made(name, "cuda", params_dtype=torch.bfloat16), recipe))
+    alike(monkeypatch, lambda: training(made(name, "cuda"), recipe))
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "current"])
