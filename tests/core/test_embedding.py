@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from te_core import calls, config, dtypes, functional, libraries, program
+from te_core import c_library, calls, config, dtypes, functional, libraries, program
 from te_core.embed import doors
 from te_core.embed.layers import Opened, State
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -381,20 +381,12 @@ def test_a_host_that_ends_or_has_sub_interpreters() -> None:
 
 
 def test_flags_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Of a wheel, of a checkout, and none."""
-    package, c = tmp_path / "te_core", tmp_path / "bindings" / "c"
-    monkeypatch.setattr(config, "_PACKAGE", package)
+    monkeypatch.setattr(c_library, "found", lambda: None)
     assert config.main(["--libs"]) == 1 and "make -C bindings/c" in capsys.readouterr().err
-    for file in (c / "include" / "te_core.h", c / "build" / "libte_core.so"):
-        file.parent.mkdir(parents=True)
-        file.touch()
-    assert config.main(["--cflags"]) == 0 and capsys.readouterr().out == f"-I{c / 'include'}\n"
-    for file in (package / "include" / "te_core.h", package / "lib" / "libte_core.so"):
-        file.parent.mkdir(parents=True)
-        file.touch()
-    assert config.main([]) == 0
-    lib = package / "lib"
-    assert capsys.readouterr().out == f"-I{package / 'include'} -L{lib} -Wl,-rpath,{lib} -lte_core\n"
+    monkeypatch.setattr(c_library, "found", lambda: tmp_path / "lib" / "libte_core.so")
+    include, libs = f"-I{tmp_path / 'include'}", f"-L{tmp_path / 'lib'} -Wl,-rpath,{tmp_path / 'lib'} -lte_core"
+    for words, said in ((["--cflags"], include), (["--libs"], libs), ([], f"{include} {libs}")):
+        assert config.main(words) == 0 and capsys.readouterr().out == said + "\n"
 
 
 # --------------------------------------------------------------------------------------------------- engines in Python
