@@ -24,6 +24,7 @@ import pytest
 from te_core import c_library, calls, config, dtypes, functional, libraries, program
 from te_core.embed import doors
 from te_core.embed.layers import Opened, State
+from te_core.functional.named import Named
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_core.runtime import Runtime
 from te_core.tape import taped
@@ -179,22 +180,27 @@ class OnStub(Proof):
 
 
 @pytest.mark.parametrize("recipe", ["plain", "delayed", "current"])
-@pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp"])
+@pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp", "transformer_layer"])
 def test_on_a_gpu_programs_play(make: Make, monkeypatch: pytest.MonkeyPatch, name: str, recipe: str) -> None:
-    """A call of known shapes asks the driver and cuBLASLt for what te_core's replay asks for, address by address."""
+    """A call of known shapes asks the libraries for what te_core's replay asks for, address by address."""
     proof = OnStub(make(), monkeypatch)
     taped.set_when("first")
     rt, kind = proof.rt, {"plain": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}[recipe]
-    layer = CLayer(proof.c.handle, name, said(kind, {}), scaled=recipe == "delayed")
+    options: dict[str, Any] = {"num_attention_heads": 4} if name == "transformer_layer" else {}
+    layer = CLayer(proof.c.handle, name, said(kind, options), scaled=recipe == "delayed")
     maker, sizes = Maker(rt), {"K": 64, "N": 96, "F": 128, "F'": 128, "...": 32}
-    slots = [slot for slot in layer.slots()[0] if not slot.name.startswith(b"residual")]
+    sizes |= {"S": 16, "B": 2, "H": 64, "R": 192, "P": 64}
+    slots = [slot for slot in layer.slots()[0] if slot.gradient and not slot.name.startswith(b"residual")]
     given = [maker(*[sizes[letter] for letter in slot.shape.decode().split()]) for slot in slots]
     needs = frozenset(slot.name.decode() for slot in slots)
-    call = calls.call(name, {}, dtypes.bfloat16, needs, kind)
-    arguments = [*given, *[None] * (len(call.layer.arguments) - len(given))]
+    whole = Named(calls.LAYERS[name])
+    tensors = dict.fromkeys(whole.arguments) | {s.name.decode(): t for s, t in zip(slots, given, strict=True)}
+    call = calls.call(name, options | whole.implied(tensors, options, rt), dtypes.bfloat16, needs, kind)
+    arguments = whole.placed(tensors, call, None, rt)
     (state,) = [one for one in doors._things.values() if isinstance(one, State)] or [None]
     more = {} if state is None else {"scales": state.scales}
-    y, dy = maker(32, 96), maker(32, 96)
+    shape = (16, 2, 64) if options else (32, 96)
+    y, dy = maker(*shape), maker(*shape)
     fresh = [None if t is None else host_tensor(t) for t in given]
     out = host_tensor(y)
     out.data = None
