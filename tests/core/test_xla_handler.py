@@ -212,9 +212,9 @@ def test_wrong_work_is_refused(doors: Doors) -> None:
     at = ctypes.byref(number), ctypes.byref(offset)
     for content, buffers, slots, said in ((None, 3, 1, "NULL"), (b"x", 2, 1, "buffer 2 of 2"), (b"x", 3, 513, "513")):
         with pytest.raises(LibraryError, match=f"te_xla_add: got .*{said}"):
-            c_library.check(found, found.te_xla_add(7, content, 1, buffers, slots, *at, None))
+            c_library.check(found, found.te_xla_add(7, content, 1, buffers, slots, *at, None, None))
     assert found.te_xla_calls(7) == -1
-    c_library.check(found, found.te_xla_add(7, b"no program", 10, 3, 1, *at, None))
+    c_library.check(found, found.te_xla_add(7, b"no program", 10, 3, 1, *at, None, None))
     with pytest.raises(LibraryError, match="te_program_load"):
         c_library.check(found, found.te_xla_load(7, 0))
     assert found.te_xla_calls(7) == 0
