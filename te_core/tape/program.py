@@ -7,9 +7,8 @@ CPU backend's calls.
 
 from __future__ import annotations
 
-import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from te_core import device, libraries
@@ -20,9 +19,8 @@ from te_core.backends.cuda.attention_graph import written_by
 from te_core.backends.cuda.cudnn import Attended, frontend
 from te_core.backends.cuda.cudnn_stored import WORKSPACE
 from te_core.backends.cuda.gemm_run import LtPlan, Multiplied
-from te_core.backends.cuda.memory import Fill
 from te_core.errors import UnsupportedError
-from te_core.kernels.loader import Kernel, Launch, TableLaunch
+from te_core.kernels.loader import Kernel
 from te_core.kernels.reads import only_read
 from te_core.symbols import Patch, Way, is_symbol, slot_of
 from te_core.tape import program_file as file
@@ -31,6 +29,7 @@ from te_core.tape.layout import Lives, lives_of, side_by_side
 from te_core.tape.program_file import Entry, Piece, Program
 from te_core.tape.tape import Drop, Slot, Take, Tape
 from te_core.tape.walk import exchanged, names_of
+from te_core.tape.words import Packed, packed
 from te_core.tensor import CPU, Tensor, cuda_device
 
 _NO_LIMIT = 1 << 62
@@ -219,14 +218,9 @@ class _Steps:
 
     def of(self, step: Any, way: int) -> list[file.Step]:
         """What it becomes: nothing, of what only reports read."""
-        if isinstance(step, Launch):
-            return [self._launch(step, way)]
-        if isinstance(step, TableLaunch):
-            return [self._table(step, way)]
-        if isinstance(step, Multiplied):
-            return [self._product(step, way)]
-        if isinstance(step, Fill):
-            return [self._fill(step, way)]
+        words = packed(step)
+        if words is not None:
+            return [self._running(step, words, way)]
         if isinstance(step, Attended):
             return list(self._attention(step, way))
         if isinstance(step, Beside):
@@ -244,6 +238,21 @@ class _Steps:
             return []
         refused(self.tape.what, _REFUSED.get(step.__class__.__name__, f"{step!r}"))
 
+    def _running(self, step: Any, words: Packed, way: int) -> file.Step:
+        """A launch, a product, a fill."""
+        self._only_brought(step, words.constants)
+        target = 0
+        if words.kind == file.PRODUCT:
+            target = self.program.number("products", _product_of(step.plan, repr(step)))
+        elif words.kind != file.FILL:
+            target = self._function(step.kernel)
+        return file.Step(words.kind, target, way, words.nbytes, words.words, words.patches)
+
+    def _only_brought(self, step: Any, constants: Iterable[int]) -> None:
+        """Refuse addresses that are none of a slot's."""
+        for address in constants:
+            refused(self.tape.what, f"memory at {address:#x}, which no call brings, in {step!r}")
+
     def _function(self, kernel: Kernel) -> int:
         found = self._functions.get(kernel._function)
         if found is None:
@@ -260,42 +269,6 @@ class _Steps:
         module = self.program.number("modules", kernel.image())
         return self.program.number("functions", file.Function(kernel.name, spelled, module))
 
-    def _launch(self, step: Launch, way: int) -> file.Step:
-        args = []
-        for letter, value in zip(step.kernel.letters, step.args, strict=True):
-            args.append(self._address(step, value) if letter == "p" else value)
-        words = struct.unpack(f"<{len(args)}Q", step.kernel.packed(args))
-        behind = tuple(p._replace(number=p.number + file.SIZES) for p in step.patches)
-        return file.Step(file.LAUNCH, self._function(step.kernel), way, 0, (*step.sizes, *words), behind)
-
-    def _table(self, step: TableLaunch, way: int) -> file.Step:
-        table = bytearray(step.table)
-        for place in step.places:
-            (address,) = struct.unpack_from("<Q", table, place)
-            struct.pack_into("<Q", table, place, self._address(step, address))
-        nbytes = len(table)
-        table += bytes(-nbytes % 8)
-        grid, block, shared = step.sizes
-        sizes = grid, 1, 1, block, 1, 1, shared
-        words = struct.unpack(f"<{len(table) // 8}Q", table)
-        function = self._function(step.kernel)
-        return file.Step(file.TABLE, function, way, nbytes, (*sizes, *words), step.patches)
-
-    def _address(self, step: Any, value: Any) -> int:
-        """0, in whose place a patch puts an address; no address may stand there by itself."""
-        if value and not is_symbol(value):
-            refused(self.tape.what, f"memory at {value:#x}, which no call brings, in {step!r}")
-        return 0
-
-    def _product(self, step: Multiplied, way: int) -> file.Step:
-        words = [self._address(step, value) for value in step.addresses]
-        number = self.program.number("products", _product_of(step.plan, repr(step)))
-        return file.Step(file.PRODUCT, number, way, 0, tuple(words), step.patches)
-
-    def _fill(self, step: Fill, way: int) -> file.Step:
-        found = tuple(Patch(2, p.slot, p.offset) for p in step.patches)
-        return file.Step(file.FILL, 0, way, 0, (0, step.nbytes, self._address(step, step.address)), found)
-
     def _attention(self, step: Attended, way: int) -> Iterator[file.Step]:
         """What the frontend does before a run, and the run."""
         graph = step.graph
@@ -305,7 +278,7 @@ class _Steps:
         for number, address in enumerate(step.addresses):
             found = None if is_symbol(address) or way else constants_at(self.device, address)
             if found is None:
-                self._address(step, address)
+                self._only_brought(step, [] if is_symbol(address) else filter(None, [address]))
                 continue
             begin, content = found
             slot = self.numbers.setdefault(content, len(self.tape.slots) + len(self.numbers))

@@ -22,6 +22,7 @@ from te_core.kernels.loader import TableLaunch
 from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape import program_file as file
 from te_core.tape import taped
+from te_core.tape.bound import Bound, Group
 from te_core.tape.program import program_of
 from te_core.tape.program_file import Entry, pack
 from te_core.tape.tape import Tape
@@ -187,6 +188,7 @@ class Proof:
         stub().stub_device(1, *machine.info.capability)
         self.c = CRuntime(self.memory.take_in_c, self.memory.drop_in_c)
         self.steps = self.tapes = 0
+        patch.setattr(Bound, "_group", in_order)
 
     def tape(self, tape: Tape) -> None:
         """The program of a tape does what the tape does, from two sets of addresses, and in a block."""
@@ -286,6 +288,12 @@ class Proof:
         player.run(given, outputs, block=block)
         log: str = stub().stub_log().decode()
         return log.splitlines()
+
+
+def in_order(bound: Bound, rank: int) -> Group:
+    """A replay that does everything in the order of its tape, as a program does."""
+    bound._groups.append(Group())
+    return bound._groups[-1]
 
 
 _STREAM = re.compile(r"(?<=stream )[^:\s]+")

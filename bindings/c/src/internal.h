@@ -219,6 +219,52 @@ void te_doors_close(te_doors *doors);
 /* The status of a call of the driver's in words. */
 te_status te_driver_failed(const te_doors *doors, const char *call, int status);
 
+/* ---------------------------------------------------------------------------------------------------------- steps */
+
+/* What steps call. */
+typedef struct {
+    int (*cuLaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                          void **);
+    int (*cuMemsetD8Async)(uint64_t, unsigned char, size_t, void *);
+    int (*cublasLtMatmul)(void *, void *, const void *, const void *, void *, const void *, void *, const void *,
+                          const void *, void *, void *, void *, const void *, void *, size_t, void *);
+    int (*cublasLtMatmulDescSetAttribute)(void *, int, const void *, size_t);
+} te_calls;
+
+/* A product in a thread: its descriptors, as far as they were made, and where their pointers lead. */
+typedef struct {
+    void *handle, *desc, *layouts[3];
+    const void *algorithm;
+    size_t workspace;
+    uint32_t flags, pointer_count;
+    int attributes[MOST_POINTERS];
+    uint64_t last[MOST_POINTERS], set;
+} te_product;
+
+/* A step as the thread does it: its words are the thread's, and so are the addresses that are written into them. */
+typedef struct {
+    uint32_t kind, target, way, other, patch_count;
+    unsigned sizes[SIZES];
+    const f_patch *patches;
+    uint64_t *words;
+    void **pointers; /* of the words, as a launch takes them */
+    void *what;      /* a function, or a te_product */
+} te_op;
+
+/* Do a launch, a product or a fill. `at`: the addresses that patches name. The status is that of the library's call. */
+int te_step_do(const te_calls *calls, const te_op *op, const uint64_t *at, void *stream);
+
+/* Steps of te_core's own loop (te_core/tape/native.py lays out the same): streams are found as addresses are. */
+typedef struct {
+    uint64_t sizes; /* STRETCH_SIZES of who made it */
+    te_calls calls;
+    const te_op *ops;
+    uint64_t count, failed;
+} te_stretch;
+#define STRETCH_SIZES (sizeof(te_stretch) << 32 | sizeof(te_op) << 16 | sizeof(te_product))
+/* The status of the call that failed, 0 if none did, -1 for a stretch of another layout. */
+TE_API int te_stretch_play(te_stretch *stretch, const uint64_t *at);
+
 /* -------------------------------------------------------------------------------------------------------- runtime */
 
 typedef struct {
@@ -271,6 +317,8 @@ struct te_runtime {
     te_outgrown *outgrown;
     char **names; /* of scratch memory and streams */
     uint32_t name_count, program_count;
+    uint64_t python; /* its number in te_core.embed; 0: none */
+    struct te_recorded *updates; /* of scaling states */
 };
 
 /* Make the device's context current if it is not. */
@@ -330,13 +378,27 @@ void te_plans_free(te_program *program);
 /* Run a plan in the thread: an address or a place of a number for each tensor. */
 te_status te_attend(te_program *program, te_local *local, uint32_t plan, void *workspace, void **pointers, void *stream);
 
-/* A product's descriptors, as far as they were made. */
-typedef struct {
-    void *desc, *layouts[3];
-    uint64_t last[MOST_POINTERS];
-    bool set;
-} te_product;
-te_status te_product_make(te_program *program, uint32_t number, te_product *product);
+te_status te_product_make(te_program *program, void *handle, uint32_t number, te_product *product);
 void te_product_free(const te_doors *doors, te_product *product);
+
+/* --------------------------------------------------------------------------------------------- layers (te_core.embed) */
+
+/* What te_core.embed answered: numbers, texts with a zero behind each, and bytes. */
+typedef struct {
+    char *content; /* to be freed */
+    const int64_t *words;
+    const char *texts, *bytes;
+    size_t word_count, text_count, size;
+} te_answer;
+
+enum { ASKED = 8 };
+/* Ask te_core.embed, with the interpreter's lock held. */
+te_status te_python_ask(const char *operation, const char *what, const uint64_t asked[ASKED], te_answer *answer);
+/* The interpreter ends: nobody asks it any more. */
+void te_python_ended(void);
+/* Let go of what te_core.embed knows by a number; behind te_close, too. */
+void te_python_drop(uint64_t number);
+/* Free all layers, states and kept calls of a runtime. */
+void te_layers_free(te_runtime *runtime);
 
 #endif

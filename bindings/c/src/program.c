@@ -177,10 +177,12 @@ static te_status made_of(te_program *p, unsigned char *content, size_t bytes) {
 }
 
 static te_status load(te_runtime *rt, unsigned char *content, size_t bytes, te_program **program) {
-    te_program *p = calloc(1, sizeof *p);
+    const bool host = rt->options.device_type == kDLCPU;
+    te_program *p = host ? NULL : calloc(1, sizeof *p);
     if (p == NULL) {
         free(content);
-        return no_memory();
+        if (!host) return no_memory();
+        return te_fail(TE_UNSUPPORTED, LOAD, "a runtime on a GPU", "open layers on the CPU", "a runtime on the CPU");
     }
     p->runtime = rt;
     p->file.content = content;

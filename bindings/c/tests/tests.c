@@ -172,8 +172,13 @@ static void test_runtimes_that_cannot_be(void) {
     EXPECT(te_runtime_create(&o, &rt) == TE_ARGUMENT);
     EXPECT_SAID(TE_ARGUMENT, "device 1 of 1");
     o.device_id = 0;
-    o.device_type = kDLCPU;
+    o.device_type = 99;
     EXPECT(te_runtime_create(&o, &rt) == TE_UNSUPPORTED);
+    o.device_type = kDLCPU;
+    te_program *program;
+    EXPECT(te_runtime_create(&o, &rt) == TE_OK && te_synchronize(rt, NULL) == TE_OK);
+    EXPECT(te_program_load_memory(rt, "", 1, &program) == TE_UNSUPPORTED);
+    te_runtime_destroy(rt);
     o.device_type = kDLCUDA;
     o.alloc = arena_alloc;
     EXPECT(te_runtime_create(&o, &rt) == TE_ARGUMENT);
