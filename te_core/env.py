@@ -1,4 +1,4 @@
-"""Every environment variable that te_core and te_torch read, in one place: what it says, and what it may say.
+"""Every environment variable that te_core, te_torch and te_jax read, in one place: what it says, and what it may say.
 
 A number or a switch that cannot be made out costs one warning, and its default counts; so does a text that is not
 UTF-8, but for paths. A word that chooses how something is computed is refused by what takes it. Recipes read theirs
@@ -62,6 +62,12 @@ VARIABLES: dict[str, Variable] = {
     ),
     "TE_CORE_PLAYER": Variable(
         "what replays a recorded call on a GPU: Python, or te_core's library in C", ("python", "c"), "python"
+    ),
+    "TE_JAX_HANDLER": Variable(
+        "what XLA's calls of te_jax run in on a GPU: the library in C, where it is there and can, Python, or c: to be "
+        "without the library is an error",
+        ("auto", "c", "python"),
+        "auto",
     ),
     "LOCAL_WORLD_SIZE": Variable("processes on each host, as torchrun sets it (0: unknown)", "number"),
     # norms
@@ -283,7 +289,7 @@ def set_now() -> Iterator[tuple[str, str, str]]:
             yield shown(name), shown(text), f"NOT known{f': {near} is' if near else ''}"
 
 
-_OURS = ("NVTE", "TE_CORE")
+_OURS = ("NVTE", "TE_CORE", "TE_JAX")
 
 
 def _warn_of_misspelt() -> None:
@@ -345,6 +351,11 @@ def local_ranks() -> int:
 def tapes() -> str:
     """When calls of layers are recorded."""
     return chosen("TE_CORE_TAPES", word("TE_CORE_TAPES"))
+
+
+def jax_handler() -> str:
+    """What XLA's calls run in on a GPU."""
+    return chosen("TE_JAX_HANDLER", word("TE_JAX_HANDLER"))
 
 
 def autotune() -> bool:

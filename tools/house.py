@@ -37,7 +37,7 @@ FLOORS: dict[str, list[str]] = {
     "tape": ["te_core.tape"],
     "calls": ["te_core.calls"],
     "functional": ["te_core.functional"],
-    "face": ["te_core.tools", "te_core.doctor", "te_core.program", "te_core"],
+    "face": ["te_core.tools", "te_core.doctor", "te_core.program", "te_core.embed", "te_core.config", "te_core"],
     "torch ground": [f"te_torch.{room}" for room in TORCH_GROUND.split()],
     "torch tensors": ["te_torch.tensors"],
     "torch state": [f"te_torch.{room}" for room in TORCH_STATE.split()],

@@ -23,6 +23,19 @@ from te_core.tensor import Tensor
 _NO_LIMIT = 1 << 62
 
 
+class _Brought:
+    """The result of a tape of a host's, which knows where it lies."""
+
+    plain = None
+
+    def __init__(self) -> None:
+        self.slots: set[int] = set()
+
+    def __call__(self, at: list[int], held: list[Any]) -> tuple[()]:
+        """Nothing is made of it."""
+        return ()
+
+
 class Hosted(NamedTuple):
     """A tape of which every slot is the host's."""
 
@@ -56,8 +69,8 @@ def hosted(rt: Runtime, tape: Tape) -> Hosted:
         step.patches = tuple(Patch(p.number, where[p.slot][0], p.offset + where[p.slot][1]) for p in step.patches)
     zeroed = [_fill(rt, where[i], size[i]) for i in lives if tape.slots[i].zeroed]
     brought = [tape.slots[i]._replace(kind="input") for i in (*range(tape.inputs), *kept)]
-    slots = [*brought, Slot("input", "temporaries", (block,), dtypes.uint8, block, 0)]
-    return Hosted(Tape(tape.what, slots, [*zeroed, *steps], block, tape.result, tape.keeps), kept, block)
+    slots = [*brought, Slot("input", "temporaries", (block,), dtypes.uint8, block, rt.alignment)]
+    return Hosted(Tape(tape.what, slots, [*zeroed, *steps], block, _Brought(), tape.keeps), kept, block)
 
 
 def _temporary(tape: Tape, steps: list[Any], kept: tuple[int, ...]) -> Lives:

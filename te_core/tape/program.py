@@ -1,23 +1,26 @@
 """A tape as a program: what `Tape.replay` does, in words of eight bytes that a player without Python reads.
 
-A launch, a product and a fill take what the tape's step takes, with zeros in the places of addresses. What a program
-cannot hold is refused: attention by cuDNN, collectives, functions of a user's, and the CPU backend's calls.
+A launch, a product and a fill take what the tape's step takes, with zeros in the places of addresses; attention takes
+what cuDNN's frontend makes of that. What a program cannot hold is refused: collectives, functions of a user's, and the
+CPU backend's calls.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from te_core import device, libraries
 from te_core.backends.cuda import cublaslt as lt_
-from te_core.backends.cuda import gemm_run
+from te_core.backends.cuda import cudnn_stored, gemm_run
+from te_core.backends.cuda.attention_graph import written_by
+from te_core.backends.cuda.cudnn import Attended, frontend
 from te_core.backends.cuda.gemm_run import LtPlan, Multiplied
 from te_core.errors import UnsupportedError
 from te_core.kernels.loader import Kernel
 from te_core.kernels.reads import only_read
-from te_core.symbols import Way, is_symbol, slot_of
+from te_core.symbols import Patch, Way, is_symbol, slot_of
 from te_core.tape import program_file as file
 from te_core.tape.beside import Beside, Noticed, Waited
 from te_core.tape.layout import Lives, lives_of, side_by_side
@@ -30,12 +33,12 @@ from te_core.tensor import CPU, Tensor
 _NO_LIMIT = 1 << 62
 #: Attributes of a product's descriptor whose memory it writes, by the epilogue that does.
 _WRITES = {lt_.GELU_AUX: lt_.AUX_POINTER, lt_.GELU_AUX_BIAS: lt_.AUX_POINTER, lt_.BGRADB: lt_.BIAS_POINTER}
-_REFUSED = {"Attended": "attention by cuDNN", "Called": "a call of the CPU backend", "Collective": "a collective"}
+_REFUSED = {"Called": "a call of the CPU backend", "Collective": "a collective"}
 
 
 def refused(what: str, came: str) -> NoReturn:
     """Say that a program cannot hold something."""
-    allowed = "launches, matrix products, fills, and waits of streams, on a GPU"
+    allowed = "launches, matrix products, attention by cuDNN, fills, and waits of streams, on a GPU"
     raise UnsupportedError(
         f"program of {what}", came, allowed, "play this call by te_core, and the others by a program"
     )
@@ -85,8 +88,12 @@ def _facts(tape: Tape, index: int) -> dict[str, str]:
         "architecture": "{}.{}".format(*info.capability),
         "driver": "{}.{}".format(*libraries.driver_version()),
     }
-    if any(isinstance(getattr(step, "step", step), Multiplied) for step in tape.steps):
+    kinds = {type(getattr(step, "step", step)) for step in tape.steps}
+    if Multiplied in kinds:
         found["cublasLt"] = str(lt_.bindings().get_version())
+    if Attended in kinds:
+        major, minor, patch = frontend().version
+        found["cudnn"] = str(10000 * major + 100 * minor + patch)
     return found
 
 
@@ -174,10 +181,11 @@ def _places(tape: Tape) -> tuple[dict[int, int], int]:
 
 def _written(program: Program, step: file.Step) -> set[int]:
     """The slots that a step writes, as far as signatures say."""
-    if step.kind == file.FILL:
-        return {p.slot for p in step.patches}
-    if step.kind == file.TABLE:
+    if step.kind in (file.FILL, file.COPY, file.TABLE):
         return {p.slot for p in step.patches}  # which of a table's addresses are read, no signature says
+    if step.kind == file.ATTEND:
+        tensors = program.plans[step.target].tensors
+        return {p.slot for p in step.patches if p.number == 0 or tensors[p.number - 1][1] == file.WRITTEN}
     if step.kind == file.LAUNCH:
         letters = program.functions[step.target].letters  # "p" of memory that is written, "r" of such as is read
         return {p.slot for p in step.patches if letters[p.number - file.SIZES] == "p"}
@@ -198,12 +206,15 @@ class _Steps:
     def __init__(self, program: Program, tape: Tape) -> None:
         self.program, self.tape = program, tape
         self._functions: dict[int, int] = {}  # by the kernel's handle
+        self._stored: dict[int, cudnn_stored.Stored] = {}  # by the graph's id
 
     def of(self, step: Any, way: int) -> list[file.Step]:
         """What it becomes: nothing, of what only reports read."""
         words = packed(step)
         if words is not None:
             return [self._running(step, words, way)]
+        if isinstance(step, Attended):
+            return list(self._attention(step, way))
         if isinstance(step, Beside):
             return self.of(step.step, _way(self.program, step.way))
         if isinstance(step, Take):
@@ -221,14 +232,18 @@ class _Steps:
 
     def _running(self, step: Any, words: Packed, way: int) -> file.Step:
         """A launch, a product, a fill."""
-        for address in words.constants:
-            refused(self.tape.what, f"memory at {address:#x}, which no call brings, in {step!r}")
+        self._only_brought(step, words.constants)
         target = 0
         if words.kind == file.PRODUCT:
             target = self.program.number("products", _product_of(step.plan, repr(step)))
         elif words.kind != file.FILL:
             target = self._function(step.kernel)
         return file.Step(words.kind, target, way, words.nbytes, words.words, words.patches)
+
+    def _only_brought(self, step: Any, constants: Iterable[int]) -> None:
+        """Refuse addresses that are none of a slot's."""
+        for address in constants:
+            refused(self.tape.what, f"memory at {address:#x}, which no call brings, in {step!r}")
 
     def _function(self, kernel: Kernel) -> int:
         found = self._functions.get(kernel._function)
@@ -245,6 +260,43 @@ class _Steps:
         )
         module = self.program.number("modules", kernel.image())
         return self.program.number("functions", file.Function(kernel.name, spelled, module))
+
+    def _attention(self, step: Attended, way: int) -> Iterator[file.Step]:
+        """What the frontend does before a run, and the run."""
+        graph = step.graph
+        kept = self._stored.get(id(graph)) or self._stored.setdefault(id(graph), cudnn_stored.stored(graph))
+        self._only_brought(step, [a for a in step.addresses if a and not is_symbol(a)])
+        known = {p.number if p.number < graph.count else cudnn_stored.WORKSPACE: p for p in step.patches}
+
+        def at(number: int, source: int, offset: int) -> Patch:
+            if source not in known:
+                refused(self.tape.what, f"no memory for {graph.operands[source]!r} in {step!r}")
+            return Patch(number, known[source].slot, known[source].offset + offset)
+
+        for offset, copied in kept.copied:
+            yield file.Step(
+                file.COPY,
+                self.program.number("contents", copied),
+                way,
+                0,
+                (0,),
+                (at(0, cudnn_stored.WORKSPACE, offset),),
+            )
+        for offset, nbytes in kept.zeroed:
+            yield file.Step(file.FILL, 0, way, 0, (0, nbytes, 0), (at(2, cudnn_stored.WORKSPACE, offset),))
+        results = {i for i, name in enumerate(graph.operands) if name in written_by(graph.operands)}
+        places = [at(0, cudnn_stored.WORKSPACE, kept.behind)] if graph.workspace else []
+        words, tensors = [0], []
+        for one in kept.operands:
+            kind = file.VALUE if one.value is not None else file.READ
+            if one.value is None:
+                places.append(at(len(words), one.source, one.offset))
+                kind = file.WRITTEN if one.source in results or one.source == cudnn_stored.WORKSPACE else file.READ
+            tensors.append((one.uid, kind))
+            words.append(one.value or 0)
+        content = self.program.number("contents", kept.plan)
+        plan = file.Plan(repr(step), content, tuple(tensors), kept.workspace)
+        yield file.Step(file.ATTEND, self.program.number("plans", plan), way, 0, tuple(words), tuple(places))
 
 
 def _product_of(plan: LtPlan, text: str) -> file.Product:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from te_core.backends.cuda import cublaslt as lt_
+from te_core.backends.cuda.attention_graph import UIDS
 from te_core.kernels.loader import TableLaunch
 from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape import program_file as file
@@ -24,6 +25,7 @@ from te_core.tape.bound import Bound, Group
 from te_core.tape.program import program_of
 from te_core.tape.program_file import Entry, pack
 from te_core.tape.tape import Tape
+from tests.core import fake_cudnn
 from tests.core.c_library import CProgram, CRuntime, stub, tensor
 from tests.core.fake_cuda import Machine
 from tests.core.tape_proof import Tapes, run
@@ -35,6 +37,9 @@ def _hex(number: int) -> str:
 
 def _pointer(number: int) -> str:
     return hex(number) if number else "(nil)"
+
+
+MASK = (1 << 64) - 1
 
 
 def _digest(image: bytes) -> int:
@@ -58,6 +63,8 @@ class Doors:
             ("_cuStreamWaitEvent", lambda stream, event, flags: f"wait stream {_pointer(stream)}"),
         ):
             patch.setattr(machine.lib, name, partial(self._noted, getattr(machine.lib, name), form))
+        ran = machine.graphs.ran
+        patch.setattr(machine.graphs, "ran", lambda run: (self._attend(run), ran(run)))
 
     def _noted(self, function: Callable[..., int], form: Callable[..., str], *arguments: Any) -> int:
         self.lines.append(form(*arguments))
@@ -67,7 +74,7 @@ class Doors:
         """Of a kernel's arguments, as the stub is told them."""
         (letters,) = {k.letters for k in self.machine.kernels() if k._function == function}
         entry = self.machine.binding.functions[function][1]
-        return f"b{self.tables[entry]}" if letters == "b" else letters
+        return f"b{self.tables.get(entry, 0)}" if letters == "b" else letters  # 0: nobody compares this launch
 
     def _launch(self, function: int, *rest: int) -> None:
         *sizes, stream, pointers, _ = rest
@@ -97,6 +104,21 @@ class Doors:
             line += " alpha {:g} {:g}".format(*(ctypes.c_float.from_address(at).value for at in (alpha, beta)))
         line += f" algorithm {ctypes.string_at(algorithm, lt_.ALGO_BYTES).hex()}: {' '.join(map(_hex, (a, b, c, d)))}"
         self.lines.append(f"{line} workspace {_hex(workspace)} {nbytes} stream {_pointer(stream)}")
+
+    def _attend(self, run: fake_cudnn.Run) -> None:
+        """What a real frontend does of a run: it prepares the workspace, and adds to the tensors that it is given."""
+        graph, at, stream = run.graph, run.workspace, f"stream {_pointer(run.stream)}"
+        if graph.slopes:
+            content = b"".join(int(one, 16).to_bytes(4, "little") for one in fake_cudnn.SLOPES)
+            self.lines.append(f"copy {_hex(at + 96)} {len(content)} {content.hex()} {stream}")
+        if graph.zeroed:
+            self.lines.append(f"fill {_hex(at + 64)} 0 32 {stream}")
+        known = {UIDS[name]: pointer for name, pointer in run.at.items()} | {9000: 0x3E000000, 9001: -(1 << 40) & MASK}
+        if graph.needs:
+            known |= {9100: at} | ({9101: at + 64} if graph.zeroed else {}) | ({9102: at + 96} if graph.slopes else {})
+            at += fake_cudnn.IN_FRONT
+        tensors = "".join(f" {uid}={_hex(known[uid])}" for uid in sorted(known))
+        self.lines.append(f"attend {_digest(graph.plan.encode()):016x}{tensors} workspace {_pointer(at)} {stream}")
 
 
 class Memory:
@@ -167,7 +189,7 @@ class Proof:
             if step.kind in (file.LAUNCH, file.TABLE):
                 f = program.functions[step.target]
                 letters = f.letters.replace("r", "p") if step.kind == file.LAUNCH else f"b{step.other}"
-                stub().stub_arguments(f.name.encode(), letters.encode())
+                stub().stub_arguments(f.name.encode(), _digest(program.modules[f.module]), letters.encode())
         player = self.c.load(pack(program))
         entry = program.entries[0]
         try:

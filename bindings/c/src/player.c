@@ -104,6 +104,7 @@ static void bind_steps(const te_program *p, const f_entry *e, const te_bound *bo
             for (uint32_t k = 0; k + SIZES < s->word_count; k++) pointers[k] = words + SIZES + k;
         }
         if (s->kind == K_PRODUCT) op->what = &bound->products[s->target];
+        for (uint32_t k = 1; s->kind == K_ATTEND && k < s->word_count; k++) pointers[k] = words + k; /* a number's place */
         words += s->word_count;
         pointers += s->word_count;
     }
@@ -116,6 +117,7 @@ static te_status bind_entry(te_program *p, te_local *local, te_bound *bound, uin
     te_status status = TE_OK;
     for (uint32_t i = 0; i < e->step_count && status == TE_OK; i++) {
         const f_step *s = &p->file.steps[e->steps + i];
+        if (s->kind == K_ATTEND) status = te_cudnn_of(p->runtime, local);
         if (s->kind != K_PRODUCT) continue;
         status = te_handle_of(p->runtime, local);
         if (status == TE_OK && bound->products[s->target].desc == NULL) {
@@ -150,6 +152,25 @@ static te_status step_failed(const te_play *play, const te_op *op, int status) {
                    product->pointer_count && !product->set ? "cublasLtMatmulDescSetAttribute" : "cublasLtMatmul",
                    "status 0", "check that every tensor is alive and on the device", "status %d from %.*s", status,
                    (int)(f->text.length < 150 ? f->text.length : 150), p->file.text + f->text.start);
+}
+
+static uint64_t address_of(const te_play *play, const f_patch *patch) {
+    return play->own->at[patch->slot] + patch->offset;
+}
+
+static te_status attend(const te_play *play, const te_op *op) {
+    for (uint32_t i = 0; i < op->patch_count; i++)
+        op->pointers[op->patches[i].number] = (void *)(uintptr_t)address_of(play, &op->patches[i]);
+    return te_attend(play->program, play->local, op->target, op->pointers[0], op->pointers + 1, play->streams[op->way]);
+}
+
+static te_status copy(const te_play *play, const te_op *op) {
+    const te_file *file = &play->program->file;
+    const te_doors *d = &play->program->runtime->doors;
+    const f_module *content = &file->contents[op->target];
+    const int status = d->cuMemcpyHtoDAsync_v2(address_of(play, op->patches), file->data + content->start,
+                                               (size_t)content->bytes, play->streams[op->way]);
+    return status ? te_driver_failed(d, "cuMemcpyHtoDAsync", status) : TE_OK;
 }
 
 static te_status take(const te_play *play, const te_op *op) {
@@ -190,12 +211,14 @@ static te_status drop(const te_play *play, uint32_t slot) {
 }
 
 static te_status do_step(te_play *play, const te_op *op) {
+    if (op->kind <= K_COPY && op->way) play->busy |= UINT32_C(1) << op->way;
     if (op->kind <= K_FILL) {
-        if (op->way) play->busy |= UINT32_C(1) << op->way;
         const int status = te_step_do(&play->calls, op, play->own->at, play->streams[op->way]);
         return status ? step_failed(play, op, status) : TE_OK;
     }
     switch (op->kind) {
+        case K_ATTEND: return attend(play, op);
+        case K_COPY: return copy(play, op);
         case K_TAKE: return take(play, op);
         case K_DROP: return drop(play, op->target);
         case K_WAIT:

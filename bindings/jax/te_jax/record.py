@@ -126,6 +126,8 @@ class Work:
         whole = f"{te_core.__version__} {name} {content} {self.operands} {self.written}"
         self.digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
         self._programs: dict[Device, Program] = {}
+        self._placed: dict[Device, tuple[At, ...]] = {}
+        self.calls: Callable[[], int] | None = None  # how often XLA has called it in C, if it does
         self._lock = threading.RLock()  # destructors may run inside of it
         self.used: tuple[int, ...] = tuple(range(len(self.operands)))
         first = self.on(CPU)
@@ -201,12 +203,20 @@ class Work:
             raise UnsupportedError(self.name, f"{tensor!r} inside of {stored}", "results of their own", "report this")
         return Part(*at, array)
 
+    def places(self, device: Device) -> tuple[At, ...]:
+        """Where the tape's slots lie in a call's buffers: the operands that are used, the written ones again, the
+        results, the block."""
+        found = self._placed.get(device)
+        if found is None:
+            program, first = self.on(device), len(self.used) + len(self.written)
+            given = [At(self._order[number], offset) for number, offset in program.places]
+            found = self._placed[device] = (*given, *(At(first + i, 0) for i in range(len(program.results) + 1)))
+        return found
+
     def run(self, device: Device, stream: int, addresses: list[int]) -> None:
-        """Carry it out on the addresses of the operands that are used, of the written ones again, of the results."""
+        """Carry it out on the addresses of a call's buffers."""
         program = self.on(device)
-        given = self._order
-        at = [addresses[given[number]] + offset for number, offset in program.places]
-        at += addresses[len(self.used) + len(self.written) :]
+        at = [addresses[number] + offset for number, offset in self.places(device)]
         if device is not CPU and any(address % _ALIGNMENT for address in at):
             raise LibraryError(self.name, "a buffer that is not aligned", f"{_ALIGNMENT} bytes", "report this")
         program.made.tape.replay(runtime(device, stream), at, [None] * len(at), ())
@@ -269,5 +279,6 @@ def explain() -> str:
             if device is CPU and len(work._programs) > 1:
                 continue  # that one was made for its shapes alone
             steps, block = len(program.made.tape.steps), program.made.block
-            lines.append(f"{work.of(device)}; {steps} steps, {block} bytes of temporaries")
+            way = "" if device is CPU else f", in C ({work.calls()} calls)" if work.calls else ", in Python"
+            lines.append(f"{work.of(device)}; {steps} steps, {block} bytes of temporaries{way}")
     return "\n".join([*lines, *_notes]) or "no program with layers of te_core was lowered yet"

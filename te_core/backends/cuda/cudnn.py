@@ -344,11 +344,19 @@ def load_or_build(target: Target, spec: Hashable, names: tuple[str, ...], descri
     built = build(target, describe)
     COUNTS.built += 1
     try:
-        image = bytes(built.serialize(as_bytes=True))
+        image = serialized(built)
     except (RuntimeError, frontend().module.cudnnGraphNotSupportedError):  # an engine whose plans are not for keeping
         return Graph(built, names, "built")
     write_cache(place, image)
     return Graph(built, names, "built")
+
+
+def serialized(built: Any) -> bytes:
+    """What the frontend stores of a finished graph; one before 1.32 knows a list of numbers only."""
+    try:
+        return bytes(built.serialize(as_bytes=True))
+    except TypeError:
+        return bytes(built.serialize())
 
 
 def disk_key(target: Target, spec: Hashable) -> str:
