@@ -78,9 +78,17 @@ BENCHMARKS = {
         ratio="of_eager", reference="host time of a step, 1 = eager in the same process", on_cpu=True,
     ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
+    "loss": Benchmark(
+        ("measure", "measure_heads"),
+        columns=("case", "shape", "us", "of_copy", "TB/s", "peak MiB", "of_apart", "target", "ok"),
+    ),
     "padding": Benchmark(
         columns=("case", "gpu us", "host us", "of_plain", "of_plain host"),
         ratio="of_plain", reference="time of forward and backward, 1 = without padding in the same process",
+    ),
+    "optimizer": Benchmark(
+        ("measure", "measure_quantized"),
+        columns=("case", "ms", "torch ms", "TB/s", "of_copy", "host us", "target", "ok"), on_cpu=True,
     ),
     "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),
     "offload": Benchmark(
@@ -103,7 +111,13 @@ BENCHMARKS = {
         ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,
     ),
     "overlap": Benchmark(
-        columns=("case", "recipe", "method", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms"),
+        columns=("case", "recipe", "method", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
+                 "plain idle ms", "idle ms", "M, K, N", "whole ms", "halves ms", "copy ms", "halves and copy ms"),
+        ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
+    ),
+    "overlap_defaults": Benchmark(
+        columns=("case", "recipe", "carrier", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
+                 "plain idle ms", "idle ms"),
         ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
     ),
     "debugging": Benchmark(

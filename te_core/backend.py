@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from te_core.ops.gemm import GemmPlan, GemmSpec
     from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVGatherSpec, KVMoveSpec
     from te_core.ops.l2_norm import L2NormOpSpec
+    from te_core.ops.loss import LossOperands, LossOpSpec, LossTerms
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
+    from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamSpec, AdamTensors, SgdRule, SgdTensors
     from te_core.ops.padding_order import PaddingOrderSpec
     from te_core.ops.permute import Operands as PermuteOperands
     from te_core.ops.permute import PermuteSpec, RowMapSpec
@@ -153,6 +155,7 @@ class Backend(Protocol):
 
     def column_sum(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
     def add(self, rt: Runtime, a: Tensor, b: Tensor, out: Tensor, /) -> None: ...
+    def rank_sum(self, rt: Runtime, parts: Tensor, out: Tensor, /) -> None: ...
     def bias_dropout_add(
         self,
         rt: Runtime,
@@ -167,6 +170,11 @@ class Backend(Protocol):
     ) -> None: ...
     def bias_dropout_add_backward(
         self, rt: Runtime, dy: Tensor, dx: Tensor, p: float, rng: Tensor | None, site: int, column_sum: Tensor | None, /
+    ) -> None: ...
+
+    def loss_rows(self, rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOperands, /) -> None: ...
+    def loss_values(
+        self, rt: Runtime, terms: LossTerms, total: str, facts: Tensor, target: Tensor, losses: Tensor, both: Tensor, /
     ) -> None: ...
 
     # ------------------------------------------------------------------------------------------------ attention
@@ -266,6 +274,20 @@ class Backend(Protocol):
     def context_max(self, rt: Runtime, parts: Tensor, first: int, out: Tensor, /) -> None: ...
     def context_rows(
         self, rt: Runtime, spec: ContextRowsSpec, t: Tensor, cu: Tensor | None, out: Tensor, /
+    ) -> None: ...
+
+    # ------------------------------------------------------------------------------------- parameters
+
+    def adam(self, rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamTensors], rule: AdamRule, /) -> None: ...
+    def adam_quantized(
+        self, rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamQuantized], rule: AdamRule, /
+    ) -> None: ...
+    def sgd(self, rt: Runtime, tensors: Sequence[SgdTensors], rule: SgdRule, /) -> None: ...
+    def scale_many(
+        self, rt: Runtime, pairs: Sequence[tuple[Tensor, Tensor]], scale: float | Tensor, flag: Tensor | None, /
+    ) -> None: ...
+    def norm_many(
+        self, rt: Runtime, lists: Sequence[Sequence[Tensor]], scale: Tensor | None, out: Tensor, parts: Tensor, /
     ) -> None: ...
 
     # ------------------------------------------------------------------------------------- tokens and padding

@@ -46,6 +46,24 @@ def _loaded(path: Path) -> ctypes.CDLL:
         raise _unusable(str(error)) from error
 
 
+class _Said(ctypes.Structure):
+    """What te_error gives, as far as it is read."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        *((name, ctypes.c_char_p) for name in ("operation", "got", "allowed", "to_do")),
+    ]
+
+
+def check(loaded: ctypes.CDLL, status: int) -> None:
+    """Raise what the library says of a call that failed in this thread."""
+    if status:
+        loaded.te_error.restype = ctypes.POINTER(_Said)
+        said = loaded.te_error().contents
+        raise LibraryError(*(part.decode() for part in (said.operation, said.got, said.allowed, said.to_do)))
+
+
 def _unusable(got: str) -> LibraryError:
     return LibraryError(
         "load te_core's library in C",

@@ -70,6 +70,10 @@ VARIABLES: dict[str, Variable] = {
         "auto",
     ),
     "LOCAL_WORLD_SIZE": Variable("processes on each host, as torchrun sets it (0: unknown)", "number"),
+    "UB_TIMEOUT": Variable(
+        "seconds that a rank waits for another one in a product that overlaps (default 110)", "number", "110", 1
+    ),
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": Variable("1: ranks that share a GPU may read each other's memory"),
     # norms
     "NVTE_FWD_LAYERNORM_SM_MARGIN": Variable("multiprocessors that forward norm kernels leave free", "number"),
     "NVTE_BWD_LAYERNORM_SM_MARGIN": Variable("the same of backward ones", "number"),

@@ -45,7 +45,8 @@ FLOORS: dict[str, list[str]] = {
     "torch modules": ["te_torch.modules", "te_torch.attention"],
     "torch transformer": ["te_torch.transformer"],
     "torch face": [
-        f"te_torch.{room}" for room in ("tools", "training", "custom_recipes", "constants", "debug", "compat")
+        f"te_torch.{room}"
+        for room in ("tools", "training", "optimizers", "custom_recipes", "constants", "debug", "compat")
     ]
     + ["te_torch"],
     "jax": ["te_jax"],

@@ -22,7 +22,7 @@ from te_core.tensor import CPU, Tensor
 Answer = tuple[Any, ...]
 _things: dict[int, Any] = {}  # what C has a number of, until it drops it
 _numbers = itertools.count(1)
-_closers: dict[int, None] = {}  # te_close of each library in the process
+_closers: dict[int, None] = {}  # of each library in the process, what is told when the interpreter ends
 
 
 def _number(thing: Any) -> int:
@@ -63,7 +63,9 @@ def _scaling(layer: int, *_: int) -> Answer:
 
 
 def _drop(number: int, *_: int) -> Answer:
-    del _things[number]
+    thing = _things.pop(number)
+    if isinstance(thing, Host):
+        thing.there = False  # garbage that is found later gives nothing back: the runtime has ended
     return (), ()
 
 
@@ -110,7 +112,7 @@ def _forward(
 ) -> Answer:
     layer: Opened = _things[number]
     rt = layer.host.runtime()
-    _, given = read(inputs, count, CPU)
+    given = read(inputs, count, CPU)[1]
     into, tensors = read(outputs, places, CPU)
     call, arguments = layer.call(given, bool(keep), rt)
     made = call.forward(rt, *arguments, **layer.scales(_things.get(scaling)))
@@ -124,7 +126,7 @@ def _forward(
 def _backward(number: int, scaling: int, dy: int, count: int, gradients: int, places: int, *_: int) -> Answer:
     kept: Kept = _things[number]
     layer, rt = kept.layer, kept.layer.host.runtime()
-    _, given = read(dy, count, CPU)
+    given = read(dy, count, CPU)[1]
     into, tensors = read(gradients, places, CPU)
     grads = recorded.gradients_of_outputs(layer, kept.outputs, given)
     call, wanted = recorded.narrowed(layer, kept.call, kept.given, into, rt)

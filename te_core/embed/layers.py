@@ -57,7 +57,7 @@ class Host:
         if found is None:
             allocator: Any = ByteAllocator(self.device, self.take, self.give)
             allocator.alignment = alignment
-            found = Runtime.cuda(self.device.index, self.stream, allocator).apart()
+            found = Runtime.cuda(self.device.index, self.stream, allocator)
             self._runtimes[alignment] = found
         return found
 

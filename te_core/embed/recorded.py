@@ -66,8 +66,10 @@ def _apart(rt: Any, tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]
 
 
 class _Recorded:
-    """A function's tape on stand-ins, and its plan for C. `lows`: of numbers, what their addresses are beyond a multiple
-    of 256."""
+    """A function's tape on stand-ins, and its plan for C.
+
+    `lows`: of numbers, what their addresses are beyond a multiple of 256.
+    """
 
     def __init__(
         self, rt: Runtime, name: str, call: tuple[Callable[..., Any], Any, dict[str, Any]], lows: Lows
@@ -89,8 +91,10 @@ class _Recorded:
 
     def plan(self, results: Sequence[tuple[int, Tensor]]) -> tuple[list[int], bytes]:
         """(for C: how many numbers there are, inputs, outputs; number and offset of each input; of each output its
-        number, the index of the caller's tensor (-1: it is kept), dtype and shape; the program). `results`: the caller's
-        tensors with their index."""
+        number, the index of the caller's tensor (-1: it is kept), dtype and shape; the program).
+
+        `results`: the caller's tensors with their index.
+        """
         program, words = Program(), []
         self.added(program, "call", "{}")
         for t in self._given:

@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 from te_core import device, libraries
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.backends.cuda import cudnn_stored, gemm_run
+from te_core.backends.cuda.attention import constants_at
 from te_core.backends.cuda.attention_graph import written_by
 from te_core.backends.cuda.cudnn import Attended, frontend
+from te_core.backends.cuda.cudnn_stored import WORKSPACE
 from te_core.backends.cuda.gemm_run import LtPlan, Multiplied
 from te_core.errors import UnsupportedError
 from te_core.kernels.loader import Kernel
@@ -28,7 +30,7 @@ from te_core.tape.program_file import Entry, Piece, Program
 from te_core.tape.tape import Drop, Slot, Take, Tape
 from te_core.tape.walk import exchanged, names_of
 from te_core.tape.words import Packed, packed
-from te_core.tensor import CPU, Tensor
+from te_core.tensor import CPU, Tensor, cuda_device
 
 _NO_LIMIT = 1 << 62
 #: Attributes of a product's descriptor whose memory it writes, by the epilogue that does.
@@ -48,7 +50,7 @@ def add_entry(
     program: Program, name: str, tape: Tape, call: str = "{}", index: int = 0, results: Sequence[str] | None = None
 ) -> Entry:
     """The tape of a device as a named entry of a program. `results`: what the parts of its result are called."""
-    made = _Steps(program, tape)
+    made = _Steps(program, tape, index)
     steps = [step for one in tape.steps for step in made.of(one, 0)]  # first: they may be refused
     for key, value in _facts(tape, index).items():
         program.facts.setdefault(key, value)
@@ -67,6 +69,11 @@ def add_entry(
         slots.append(
             file.Slot(called, role, s.dtype.dlpack_code, s.dtype.bits, s.shape, strides, s.nbytes, promised, *more)
         )
+    for content in made.numbers:  # is copied into scratch memory by each call
+        block += -block % 256
+        more = True, False, 0, block
+        slots.append(file.Slot("soft-cap", file.SCRATCH, 1, 8, (len(content),), None, len(content), 256, *more))
+        block += len(content)
     entry = Entry(name, tape.what, call, slots, steps, pieces, tape.inputs, block, tape.peak)
     program.entries.append(entry)
     return entry
@@ -203,8 +210,9 @@ def _written(program: Program, step: file.Step) -> set[int]:
 class _Steps:
     """Steps of a tape as those of a program."""
 
-    def __init__(self, program: Program, tape: Tape) -> None:
-        self.program, self.tape = program, tape
+    def __init__(self, program: Program, tape: Tape, index: int) -> None:
+        self.program, self.tape, self.device = program, tape, cuda_device(index)
+        self.numbers: dict[bytes, int] = {}  # of soft-caps: their slots, behind the tape's
         self._functions: dict[int, int] = {}  # by the kernel's handle
         self._stored: dict[int, cudnn_stored.Stored] = {}  # by the graph's id
 
@@ -265,37 +273,40 @@ class _Steps:
         """What the frontend does before a run, and the run."""
         graph = step.graph
         kept = self._stored.get(id(graph)) or self._stored.setdefault(id(graph), cudnn_stored.stored(graph))
-        self._only_brought(step, [a for a in step.addresses if a and not is_symbol(a)])
-        known = {p.number if p.number < graph.count else cudnn_stored.WORKSPACE: p for p in step.patches}
+        known = {p.number if p.number < graph.count else WORKSPACE: p for p in step.patches}
+        copied: dict[Patch, bytes] = {}
+        for number, address in enumerate(step.addresses):
+            found = None if is_symbol(address) or way else constants_at(self.device, address)
+            if found is None:
+                self._only_brought(step, [] if is_symbol(address) else filter(None, [address]))
+                continue
+            begin, content = found
+            slot = self.numbers.setdefault(content, len(self.tape.slots) + len(self.numbers))
+            known[number] = Patch(number, slot, address - begin)
+            copied[Patch(0, slot, 0)] = content
 
         def at(number: int, source: int, offset: int) -> Patch:
             if source not in known:
                 refused(self.tape.what, f"no memory for {graph.operands[source]!r} in {step!r}")
             return Patch(number, known[source].slot, known[source].offset + offset)
 
-        for offset, copied in kept.copied:
-            yield file.Step(
-                file.COPY,
-                self.program.number("contents", copied),
-                way,
-                0,
-                (0,),
-                (at(0, cudnn_stored.WORKSPACE, offset),),
-            )
+        copied |= {at(0, WORKSPACE, offset): content for offset, content in kept.copied}
+        for place, content in copied.items():
+            yield file.Step(file.COPY, self.program.number("contents", content), way, 0, (0,), (place,))
         for offset, nbytes in kept.zeroed:
-            yield file.Step(file.FILL, 0, way, 0, (0, nbytes, 0), (at(2, cudnn_stored.WORKSPACE, offset),))
+            yield file.Step(file.FILL, 0, way, 0, (0, nbytes, 0), (at(2, WORKSPACE, offset),))
         results = {i for i, name in enumerate(graph.operands) if name in written_by(graph.operands)}
-        places = [at(0, cudnn_stored.WORKSPACE, kept.behind)] if graph.workspace else []
+        places = [at(0, WORKSPACE, kept.behind)] if graph.workspace else []
         words, tensors = [0], []
         for one in kept.operands:
             kind = file.VALUE if one.value is not None else file.READ
             if one.value is None:
                 places.append(at(len(words), one.source, one.offset))
-                kind = file.WRITTEN if one.source in results or one.source == cudnn_stored.WORKSPACE else file.READ
+                kind = file.WRITTEN if one.source in results or one.source == WORKSPACE else file.READ
             tensors.append((one.uid, kind))
             words.append(one.value or 0)
-        content = self.program.number("contents", kept.plan)
-        plan = file.Plan(repr(step), content, tuple(tensors), kept.workspace)
+        image = self.program.number("contents", kept.plan)
+        plan = file.Plan(repr(step), image, tuple(tensors), kept.workspace)
         yield file.Step(file.ATTEND, self.program.number("plans", plan), way, 0, tuple(words), tuple(places))
 
 

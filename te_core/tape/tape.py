@@ -38,7 +38,7 @@ class Result(Protocol):
 class Slot(NamedTuple):
     """Memory of a tape."""
 
-    kind: str  # "input", "memory", "scratch"; "handle" of a collective on its way
+    kind: str  # "input", "memory", "scratch"; "handle" of a collective on its way; "room": memory that peers read
     name: str
     shape: tuple[int, ...]
     dtype: DType

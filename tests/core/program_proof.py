@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from te_core.backends.cuda import cublaslt as lt_
+from te_core.backends.cuda.attention import constants_at
 from te_core.backends.cuda.attention_graph import UIDS
 from te_core.kernels.loader import TableLaunch
 from te_core.runtime import ByteAllocator, Runtime
@@ -54,6 +55,7 @@ class Doors:
 
     def __init__(self, machine: Machine, patch: pytest.MonkeyPatch) -> None:
         self.machine, self.lines = machine, []  # type: ignore[var-annotated]
+        self.numbers: list[int] = []  # where the player has those of a soft-cap
         self.tables: dict[str, int] = {}  # bytes of what kernels take by value
         patch.setattr(machine.binding, "launchKernel", self._launch)
         patch.setattr(machine.lt, "matmul", self._multiply)
@@ -108,12 +110,22 @@ class Doors:
     def _attend(self, run: fake_cudnn.Run) -> None:
         """What a real frontend does of a run: it prepares the workspace, and adds to the tensors that it is given."""
         graph, at, stream = run.graph, run.workspace, f"stream {_pointer(run.stream)}"
+        addresses = dict(run.at)
+        for begin in self.numbers:
+            held = next(a for a in addresses.values() if constants_at(self.machine.devices[0], a))
+            start, content = constants_at(self.machine.devices[0], held)  # type: ignore[misc]
+            self.lines.append(f"copy {_hex(begin)} {len(content)} {content.hex()} {stream}")
+            moved = {start + i: begin + i for i in range(len(content))}
+            addresses = {name: moved.get(address, address) for name, address in addresses.items()}
         if graph.slopes:
             content = b"".join(int(one, 16).to_bytes(4, "little") for one in fake_cudnn.SLOPES)
             self.lines.append(f"copy {_hex(at + 96)} {len(content)} {content.hex()} {stream}")
         if graph.zeroed:
             self.lines.append(f"fill {_hex(at + 64)} 0 32 {stream}")
-        known = {UIDS[name]: pointer for name, pointer in run.at.items()} | {9000: 0x3E000000, 9001: -(1 << 40) & MASK}
+        known = {UIDS[name]: pointer for name, pointer in addresses.items()} | {
+            9000: 0x3E000000,
+            9001: -(1 << 40) & MASK,
+        }
         if graph.needs:
             known |= {9100: at} | ({9101: at + 64} if graph.zeroed else {}) | ({9102: at + 96} if graph.slopes else {})
             at += fake_cudnn.IN_FRONT
@@ -185,6 +197,7 @@ class Proof:
             if isinstance(step, TableLaunch):
                 self.doors.tables[step.kernel.name] = len(step.table)
         program = program_of(tape)
+        self.doors.numbers.clear()
         for step in program.entries[0].steps:
             if step.kind in (file.LAUNCH, file.TABLE):
                 f = program.functions[step.target]
@@ -212,7 +225,14 @@ class Proof:
     def _by_callbacks(self, tape: Tape, entry: Entry, player: CProgram) -> None:
         inputs = self._inputs(entry)
         self.memory.planned, self.memory.given = None, []
+        self.doors.lines.clear()
+        numbers = entry.slots[len(tape.slots) :]
+        for s in entry.slots if numbers else ():  # the player has taken all of it by the first step
+            address = self.rt.workspace(s.name, s.nbytes) if s.role == file.SCRATCH else 0
+            self.doors.numbers = [address] if s in numbers else []
+        begin = list(self.doors.lines)
         at, lines = self._replayed(tape, inputs)
+        lines = begin + lines
         outputs = [s for s in entry.slots if s.role in (file.OUTPUT, file.SAVED)]
         made = [tensor(s, 0) for s in outputs]
         played = self._played(player, entry, inputs, made, 0)
@@ -228,7 +248,9 @@ class Proof:
         takes = [step.target for step in entry.steps if step.kind == file.TAKE]
         self.memory.planned = [where[i] for i in takes if entry.slots[i].role != file.SCRATCH]
         self.memory.given = []
-        known = {(s.name, tape.slots[i].way): where[i] for i, s in enumerate(entry.slots) if s.role == file.SCRATCH}
+        scratch = {i: s for i, s in enumerate(entry.slots) if s.role == file.SCRATCH}
+        known = {(s.name, tape.slots[i].way): where[i] for i, s in scratch.items() if i < len(tape.slots)}
+        self.doors.numbers = [where[i] for i in scratch if i >= len(tape.slots)]
         with self._scratch_at(tape, known):
             at, lines = self._replayed(tape, inputs)
         zeroed = [(at[i], s.nbytes) for i, s in enumerate(entry.slots) if s.zeroed and s.place != file.NOWHERE]

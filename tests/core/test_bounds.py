@@ -21,6 +21,8 @@ BOUNDS = {
     "env._told": "1000",
     "kernels.compiler._headers": "header files",
     "layers.attention._parts": "1024, the least recently used goes",
+    "layers.overlap_choice.measured": "one table",
+    "layers.overlap_choice.fastest": "1024, the least recently used goes",
     "layers.context.sides.planned": "1024, the least recently used goes",
     "libraries._handles": "libraries",
     "naming._renamed": "our classes",

@@ -129,6 +129,17 @@ def test_a_plan_that_is_not_stored_is_refused_by_its_pass(backward: bool) -> Non
         stored(graph(error, backward=backward))
 
 
-def test_a_frontend_that_gives_numbers() -> None:
-    """1.28, which CUDA 12 has."""
-    assert cudnn.serialized(SimpleNamespace(serialize=lambda: list(b"{}"))) == b"{}"
+def test_a_frontend_that_gives_and_takes_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.28, which CUDA 12 has, as its extension describes itself."""
+    taken: list[Any] = []
+
+    def serialize() -> list[int]:
+        "serialize(self: cudnn._compiled_module.backend_graph) -> list[int]"
+        return list(b"{}")
+
+    made = SimpleNamespace(serialize=serialize, deserialize=lambda *given: taken.extend(given) or 1 / 0)
+    monkeypatch.setattr(cudnn.frontend().native, "backend_graph", lambda **options: made)
+    assert cudnn.serialized(made) == b"{}"
+    with pytest.raises(ZeroDivisionError):
+        cudnn._deserialized(cudnn.Target("H100", 132, 5), (), b"{}")
+    assert taken == [5, [123, 125]]

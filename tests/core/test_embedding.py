@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from te_core import calls, config, dtypes, functional, libraries, program
 from te_core.embed import doors
 from te_core.embed.layers import Opened, State
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from te_core.runtime import Runtime
 from te_core.tape import taped
 from te_core.tensor import from_numpy
 from tests.backends import HARDWARE
@@ -133,7 +136,7 @@ class OnStub(Proof):
     def __init__(self, machine: Machine, patch: pytest.MonkeyPatch) -> None:
         super().__init__(machine, patch)
         self.allocator.alignment = 256  # type: ignore[attr-defined]
-        self.rt = self.rt.apart()
+        self.rt = Runtime.cuda(0, 5, self.allocator)
         self.c.destroy()
         self.c = CRuntime(self._take, self.memory.drop_in_c)
         self.kept: set[int] = set()  # what the last call has taken
@@ -160,7 +163,7 @@ class OnStub(Proof):
         return result, mine
 
     def recorded(self, python: Any, c: Any) -> Any:
-        """What both give first. C's fails at a kernel that the stub was not told of, and works when it is called again."""
+        """What both give first. C's fails at a kernel that the stub was not told of, and works when called again."""
         self.memory.given = []
         result = python()
         try:
@@ -209,9 +212,8 @@ def test_on_a_gpu_programs_play(make: Make, monkeypatch: pytest.MonkeyPatch, nam
     for both in (proof.recorded, proof.compared, proof.compared):
         (outputs, saved), kept = both(lambda: call.forward(rt, *arguments, **more), forward)
         into = gradients()
-        back, _ = both(
-            lambda: call.backward(rt, dy, *rest, saved, **more), lambda: layer.backward(kept, [host_tensor(dy)], into)
-        )
+        python = partial(call.backward, rt, dy, *rest, saved, **more)
+        back, _ = both(python, partial(layer.backward, kept, [host_tensor(dy)], into))
         if both == proof.compared:
             assert [t.data for t in (out, *into)] == [t.ptr for t in (outputs[0], *back[: len(given)])]
     proof.c.destroy()
@@ -292,7 +294,7 @@ def test_the_check_for_gpus_runs(make: Make, monkeypatch: pytest.MonkeyPatch, tm
     assert all(said == "equal" or "attention by cuDNN" in said for said in found.values())
 
 
-# -------------------------------------------------------------------------------------------------- processes of their own
+# ---------------------------------------------------------------------------------------- processes of their own
 
 
 SHARED = Path(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
@@ -303,9 +305,9 @@ ROOT = FOLDER.parents[1]
 ENV = {**os.environ, "TE_CORE_PYTHON": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def ran(*words: Any, **more: Any) -> str:
+def ran(*words: Any, timeout: int = 120, **more: Any) -> str:
     """What a process prints that ends well."""
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env={**ENV, **more}, timeout=280)
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env={**ENV, **more}, timeout=timeout)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -356,6 +358,7 @@ if sys.argv[1] == "ends":
     sys.exit()  # with a layer and a runtime that live
 import _xxsubinterpreters as interpreters
 code = f'''
+import asyncio
 import ctypes
 lib = ctypes.PyDLL({str(library()._name)!r})
 lib.te_error.restype = ctypes.POINTER(ctypes.c_char_p * 8)
@@ -373,7 +376,7 @@ runtime.destroy()
 def test_a_host_that_ends_or_has_sub_interpreters() -> None:
     ran(sys.executable, "-c", HOST, "ends", TE_C_BUILD=str(built()))
     if sys.version_info[:2] <= (3, 12):
-        ran(sys.executable, "-c", HOST, "sub", TE_C_BUILD=str(built()))
+        ran(sys.executable, "-c", HOST, "sub", timeout=20, TE_C_BUILD=str(built()))
 
 
 def test_flags_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -391,3 +394,26 @@ def test_flags_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert config.main([]) == 0
     lib = package / "lib"
     assert capsys.readouterr().out == f"-I{package / 'include'} -L{lib} -Wl,-rpath,{lib} -lte_core\n"
+
+
+# --------------------------------------------------------------------------------------------------- engines in Python
+
+
+def test_an_engine_on_the_cpu() -> None:
+    """te_core allocates in the engine's pool alone, and nobody waits: the example asserts it."""
+    assert "12 requests of 12 sizes" in ran(sys.executable, ROOT / "examples" / "engine.py", "cpu", 12)
+
+
+def test_an_engine_on_a_gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the fake CUDA: whatever is given to the driver lies in the engine's memory."""
+    machine = make()
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    engine = importlib.import_module("engine")
+    slab = machine.arena.take(engine.SLAB, 5)
+    nothing = lambda *given: None  # noqa: E731
+    zeros = lambda array, *given: array.fill(0)  # noqa: E731
+    there = {"place": machine.devices[0], "streams": (5, 6), "slab": slab, "put": nothing, "get": zeros}
+    monkeypatch.setattr(engine, "Cuda", lambda: SimpleNamespace(**there, done=lambda stream: True))
+    monkeypatch.setattr(machine.driver, "allocate", None)  # memory of te_core's own
+    asyncio.run(engine.main("cuda", 12))
+    assert not machine.faults and machine.log

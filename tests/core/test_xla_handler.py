@@ -200,6 +200,26 @@ def test_wrong_calls_are_errors_of_xlas(doors: Doors) -> None:
         assert good.run(stage) == [] and not good.said
 
 
+def test_wrong_work_is_refused(doors: Doors) -> None:
+    """What a library would not load is Python's; numbers that lead nowhere are errors."""
+    work = mlp(Float8CurrentScaling())[0]
+    told(doors, work)
+    assert not c_handler.takes(work, [0, 1]) and work.calls is None
+    assert "XLA calls it in Python: device 1 of 1" in record.explain()
+    found = c_handler.library()
+    assert found is not None
+    number, offset = ctypes.c_int32(2), ctypes.c_uint64()
+    at = ctypes.byref(number), ctypes.byref(offset)
+    for content, buffers, slots, said in ((None, 3, 1, "NULL"), (b"x", 2, 1, "buffer 2 of 2"), (b"x", 3, 513, "513")):
+        with pytest.raises(LibraryError, match=f"te_xla_add: got .*{said}"):
+            c_library.check(found, found.te_xla_add(7, content, 1, buffers, slots, *at, None, None))
+    assert found.te_xla_calls(7) == -1
+    c_library.check(found, found.te_xla_add(7, b"no program", 10, 3, 1, *at, None, None))
+    with pytest.raises(LibraryError, match="te_program_load"):
+        c_library.check(found, found.te_xla_load(7, 0))
+    assert found.te_xla_calls(7) == 0
+
+
 @pytest.mark.parametrize("version, answer", [((0, 3), 3), ((0, 4), 4), ((0, 9), 4), ((0, 2), 3), ((1, 0), 4)])
 def test_versions(doors: Doors, version: tuple[int, int], answer: int) -> None:
     """Of an XLA that is older or later the handler says what it speaks, and leaves it to XLA to refuse."""

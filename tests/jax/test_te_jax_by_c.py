@@ -21,6 +21,7 @@ from te_jax import c_handler, record  # noqa: E402
 
 from te_core import c_library  # noqa: E402
 from te_core.recipe import Recipe  # noqa: E402
+from te_core.tools.counts import counted  # noqa: E402
 from tests.backends import HARDWARE, requires_jax_cuda  # noqa: E402
 from tests.core.c_library import built  # noqa: E402
 from tests.jax.test_te_jax import CASES, DELAYED, RECIPES, P, X, alike, by_jax, drawn, loss_of, scaling_of  # noqa: E402
@@ -93,6 +94,15 @@ def test_by_c_in_command_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
         alike(jax.device_get(compiled(P, state, X)), wanted)
     grown = called() - before
     assert grown < 40 if CAPTURED else grown == 40, grown
+
+
+def test_by_c_no_call_is_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TE_JAX_HANDLER", "c")
+    step, state = jax.jit(BOTH), te.scaling(DELAYED, te.layernorm_mlp)
+    jax.block_until_ready(step(P, state, X))
+    with counted() as counts:
+        jax.block_until_ready([step(P, state, X) for _ in range(10)])
+    assert (counts.launches, counts.allocations, counts.to_device, counts.to_host, counts.waits) == (0,) * 5
 
 
 def test_by_c_from_threads(monkeypatch: pytest.MonkeyPatch) -> None:

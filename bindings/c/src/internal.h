@@ -394,7 +394,9 @@ typedef struct {
 enum { ASKED = 8 };
 /* Ask te_core.embed, with the interpreter's lock held. */
 te_status te_python_ask(const char *operation, const char *what, const uint64_t asked[ASKED], te_answer *answer);
-/* Let go of what te_core.embed knows by a number. */
+/* The interpreter ends: nobody asks it any more. */
+void te_python_ended(void);
+/* Let go of what te_core.embed knows by a number; behind te_close, too. */
 void te_python_drop(uint64_t number);
 /* Free all layers, states and kept calls of a runtime. */
 void te_layers_free(te_runtime *runtime);

@@ -302,7 +302,7 @@ static te_status introduce(te_runtime *rt) {
     const te_runtime_options *o = &rt->options;
     const uint64_t asked[ASKED] = {(uint64_t)o->device_type, (uint64_t)o->device_id, (uint64_t)(uintptr_t)o->stream,
                                    (uint64_t)(uintptr_t)rt,  (uint64_t)(uintptr_t)&take, (uint64_t)(uintptr_t)&give,
-                                   (uint64_t)(uintptr_t)&te_close};
+                                   (uint64_t)(uintptr_t)&te_python_ended};
     const te_status status = te_python_ask("te_layer_open", "runtime", asked, &answer);
     if (status != TE_OK) return status;
     (void)pthread_mutex_lock(&rt->lock);

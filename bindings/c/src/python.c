@@ -40,8 +40,8 @@ enum { VERSION = 1 }; /* of what is asked and answered */
 static struct {
     pthread_mutex_t lock; /* nobody waits for the interpreter's lock with it */
     atomic_int kind;      /* te_python_kind */
-    pid_t process;
-    bool opened;
+    atomic_bool ended;    /* the host's Python does */
+    pid_t process;        /* in which it was found; 0: not yet */
     char *libpython, *environment;
     _Atomic(te_object *) module;
 #define X(result, name, arguments) result(*name) arguments;
@@ -65,6 +65,11 @@ te_python_kind te_python_state(void) {
 }
 
 void te_close(void) { atomic_store(&python.kind, TE_PYTHON_CLOSED); }
+
+void te_python_ended(void) {
+    atomic_store(&python.ended, true);
+    te_close();
+}
 
 te_status te_python(const te_python_options *options) {
     const char *op = "te_python", *do_ = "begin with te_python_options o = TE_PYTHON_OPTIONS";
@@ -258,9 +263,9 @@ static te_status sub_interpreter(const char *operation) {
 }
 
 /* Take the interpreter's lock. */
-static te_status enter(const char *operation, int *state) {
+static te_status enter(const char *operation, bool behind_close, int *state) {
     const te_python_kind before = te_python_state();
-    if (before >= TE_PYTHON_FORBIDDEN) return refused(operation, before);
+    if (before >= TE_PYTHON_FORBIDDEN && !behind_close) return refused(operation, before);
     if (before == TE_PYTHON_NONE && find() != TE_OK) return te_error()->status;
     void *now = python.current == NULL ? NULL : python.current();
     if (now != NULL && python.PyInterpreterState_GetID(python.PyThreadState_GetInterpreter(now)) != 0)
@@ -346,7 +351,7 @@ te_status te_python_ask(const char *operation, const char *what, const uint64_t 
     ptrdiff_t size = 0;
     te_object *module, *bytes = NULL;
     memset(answer, 0, sizeof *answer);
-    te_status status = enter(operation, &state);
+    te_status status = enter(operation, strcmp(what, "drop") == 0, &state);
     if (status != TE_OK) return status;
     status = import(operation, &module);
     if (status == TE_OK) {
@@ -363,8 +368,7 @@ te_status te_python_ask(const char *operation, const char *what, const uint64_t 
 
 void te_python_drop(uint64_t number) {
     te_answer answer;
-    const te_python_kind kind = te_python_state();
-    if (!number || (kind != TE_PYTHON_HOST && kind != TE_PYTHON_OURS)) return;
+    if (!number || python.process != getpid() || atomic_load(&python.ended)) return;
     const uint64_t asked[ASKED] = {number};
     if (te_python_ask("te_layer_free", "drop", asked, &answer) == TE_OK) free(answer.content);
 }

@@ -17,7 +17,13 @@ static const char *const CALL = "a call of XLA's";
 
 typedef struct te_work {
     struct te_work *next; /* in its bucket */
-    te_xla_work is;       /* what it points at is ours */
+    int64_t digest;
+    unsigned char *content;
+    size_t bytes;
+    int32_t buffers, slots;
+    int32_t *buffer; /* of each slot: in which buffer it lies, and where */
+    uint64_t *offset;
+    char *libcublaslt, *libcudnn;
     _Atomic(te_program *) programs[MOST_DEVICES];
     atomic_int_fast64_t calls;
 } te_work;
@@ -30,7 +36,7 @@ static _Atomic(te_work *) *bucket_of(int64_t digest) { return &works[(uint64_t)d
 
 static te_work *work_of(int64_t digest) {
     te_work *found = atomic_load_explicit(bucket_of(digest), memory_order_acquire);
-    while (found != NULL && found->is.digest != digest) found = found->next;
+    while (found != NULL && found->digest != digest) found = found->next;
     return found;
 }
 
@@ -41,47 +47,51 @@ static void *copied(const void *from, size_t bytes) {
 }
 
 static void free_work(te_work *work) {
-    free((void *)work->is.content);
-    free((void *)work->is.buffer);
-    free((void *)work->is.offset);
-    free((void *)work->is.libcublaslt);
+    free(work->content);
+    free(work->buffer);
+    free(work->offset);
+    free(work->libcublaslt);
+    free(work->libcudnn);
     free(work);
 }
 
-static te_work *made_of(const te_xla_work *given) {
-    const size_t count = (size_t)given->slots;
-    te_work *made = calloc(1, sizeof *made);
-    if (made == NULL) return NULL;
-    made->is = *given;
-    made->is.content = copied(given->content, given->bytes);
-    made->is.buffer = copied(given->buffer, count * sizeof *given->buffer);
-    made->is.offset = copied(given->offset, count * sizeof *given->offset);
-    if (given->libcublaslt != NULL) made->is.libcublaslt = copied(given->libcublaslt, strlen(given->libcublaslt) + 1);
-    if (made->is.content && made->is.buffer && made->is.offset && (!given->libcublaslt || made->is.libcublaslt)) return made;
-    free_work(made);
-    return NULL;
-}
-
-te_status te_xla_add(const te_xla_work *given) {
-    const char *op = "te_xla_add", *to_do = "correct the work";
-    if (given == NULL || given->size < sizeof *given || given->content == NULL || given->buffer == NULL || !given->offset)
-        return te_fail(TE_ARGUMENT, op, "a whole te_xla_work", to_do, "NULL, or a smaller one");
-    if (given->slots < 0 || given->slots > MOST_SLOTS)
-        return te_fail(TE_UNSUPPORTED, op, "at most 512", "call it in Python", "%d slots", (int)given->slots);
-    for (int32_t i = 0; i < given->slots; i++)
-        if (given->buffer[i] < 0 || given->buffer[i] >= given->buffers)
-            return te_fail(TE_ARGUMENT, op, "numbers of the call's buffers", to_do, "buffer %d of %d for slot %d",
-                           (int)given->buffer[i], (int)given->buffers, (int)i);
-    te_work *made = made_of(given);
-    if (made == NULL) return te_fail(TE_MEMORY, op, "enough memory", "free some", "%zu bytes", given->bytes);
+/* Work that is known already stays as it is. */
+static void publish(te_work *made) {
     (void)pthread_mutex_lock(&lock);
-    const bool known = work_of(given->digest) != NULL;
+    const bool known = work_of(made->digest) != NULL;
     if (!known) {
-        made->next = atomic_load(bucket_of(given->digest));
-        atomic_store_explicit(bucket_of(given->digest), made, memory_order_release);
+        made->next = atomic_load(bucket_of(made->digest));
+        atomic_store_explicit(bucket_of(made->digest), made, memory_order_release);
     }
     (void)pthread_mutex_unlock(&lock);
     if (known) free_work(made);
+}
+
+te_status te_xla_add(int64_t digest, const void *content, size_t bytes, int32_t buffers, int32_t slots,
+                     const int32_t *buffer, const uint64_t *offset, const char *libcublaslt, const char *libcudnn) {
+    const char *op = "te_xla_add", *to_do = "correct the work";
+    if (content == NULL || buffer == NULL || offset == NULL)
+        return te_fail(TE_ARGUMENT, op, "a program, and where its slots lie", to_do, "NULL");
+    if (slots < 0 || slots > MOST_SLOTS)
+        return te_fail(TE_UNSUPPORTED, op, "at most 512", "call it in Python", "%d slots", (int)slots);
+    for (int32_t i = 0; i < slots; i++)
+        if (buffer[i] < 0 || buffer[i] >= buffers)
+            return te_fail(TE_ARGUMENT, op, "numbers of the call's buffers", to_do, "buffer %d of %d for slot %d",
+                           (int)buffer[i], (int)buffers, (int)i);
+    te_work *made = calloc(1, sizeof *made);
+    if (made == NULL) return te_fail(TE_MEMORY, op, "enough memory", "free some", "%zu bytes", bytes);
+    made->digest = digest, made->bytes = bytes, made->buffers = buffers, made->slots = slots;
+    made->content = copied(content, bytes);
+    made->buffer = copied(buffer, (size_t)slots * sizeof *buffer);
+    made->offset = copied(offset, (size_t)slots * sizeof *offset);
+    if (libcublaslt != NULL) made->libcublaslt = copied(libcublaslt, strlen(libcublaslt) + 1);
+    if (libcudnn != NULL) made->libcudnn = copied(libcudnn, strlen(libcudnn) + 1);
+    if (!made->content || !made->buffer || !made->offset || (libcublaslt && !made->libcublaslt) ||
+        (libcudnn && !made->libcudnn)) {
+        free_work(made);
+        return te_fail(TE_MEMORY, op, "enough memory", "free some", "%zu bytes", bytes);
+    }
+    publish(made);
     return TE_OK;
 }
 
@@ -110,15 +120,17 @@ static te_status load(const te_work *work, int32_t device, te_program **program)
         options.free = no_free;
         status = te_runtime_create(&options, &runtimes[device]);
     }
-    if (status == TE_OK && work->is.libcublaslt != NULL && runtimes[device]->doors.lt_library == NULL)
-        status = te_doors_open_lt(&runtimes[device]->doors, work->is.libcublaslt);
-    if (status == TE_OK) status = te_program_load_memory(runtimes[device], work->is.content, work->is.bytes, program);
+    if (status == TE_OK && work->libcublaslt != NULL && runtimes[device]->doors.lt_library == NULL)
+        status = te_doors_open_lt(&runtimes[device]->doors, work->libcublaslt);
+    if (status == TE_OK && work->libcudnn != NULL && runtimes[device]->doors.cudnn_library == NULL)
+        status = te_doors_open_cudnn(&runtimes[device]->doors, work->libcudnn);
+    if (status == TE_OK) status = te_program_load_memory(runtimes[device], work->content, work->bytes, program);
     if (status != TE_OK) return status;
-    if (te_program_slots(*program, 0, &slots, &inputs, &outputs) == TE_OK && inputs == work->is.slots && !outputs)
+    if (te_program_slots(*program, 0, &slots, &inputs, &outputs) == TE_OK && inputs == work->slots && !outputs)
         return TE_OK;
     te_program_free(*program);
     return te_fail(TE_ARGUMENT, "te_xla_load", "a program of one entry, whose slots are all inputs", "correct the work",
-                   "%d inputs and %d outputs for %d slots", (int)inputs, (int)outputs, (int)work->is.slots);
+                   "%d inputs and %d outputs for %d slots", (int)inputs, (int)outputs, (int)work->slots);
 }
 
 static te_status program_on(te_work *work, int32_t device, te_program **program) {
@@ -179,17 +191,17 @@ static te_status play(const xla_frame *frame, const te_work *work, te_program *p
     const int64_t operands = frame->operands.count, all = operands + frame->results.count;
     int32_t count, outputs;
     te_run run = TE_RUN;
-    if (all != work->is.buffers)
+    if (all != work->buffers)
         return te_fail(TE_ARGUMENT, CALL, "operands and results as lowered", "trace the function again", "%lld for %d",
-                       (long long)all, (int)work->is.buffers);
+                       (long long)all, (int)work->buffers);
     const te_status status = te_program_slots(program, 0, &slots, &count, &outputs);
     if (status != TE_OK) return status;
     for (int32_t i = 0; i < count; i++) {
-        const int64_t number = work->is.buffer[i];
+        const int64_t number = work->buffer[i];
         const xla_buffer *buffer = number < operands ? frame->operands.items[number] : frame->results.items[number - operands];
         const te_slot *s = slots[i];
         tensors[i] = (DLTensor){buffer->data, {kDLCUDA, device}, s->ndim, s->dtype, (int64_t *)s->shape,
-                                (int64_t *)s->strides, work->is.offset[i]};
+                                (int64_t *)s->strides, work->offset[i]};
         inputs[i] = &tensors[i];
     }
     run.inputs = count;

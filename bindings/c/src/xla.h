@@ -50,21 +50,12 @@ typedef struct {
     xla_metadata *metadata;
 } xla_question;
 
-/* What a call of XLA's does: a program of one entry, and where its inputs lie in the buffers of the call. */
-typedef struct {
-    size_t size;
-    int64_t digest; /* the call has it as its one attribute */
-    const void *content;
-    size_t bytes;
-    int32_t buffers; /* operands, then results */
-    int32_t slots;
-    const int32_t *buffer; /* of each slot: in which buffer it lies */
-    const uint64_t *offset;
-    const char *libcublaslt; /* a path; NULL: as in te_runtime_options */
-} te_xla_work;
-
-/* Let calls find the work. It is known as long as the process lives: an XLA program may outlive all that made it. */
-TE_API te_status te_xla_add(const te_xla_work *work);
+/* Let calls of XLA's find work by the number that they carry: a program of one entry, whose slots lie in the buffers of the
+ * call, its operands and then its results. The work stays: an XLA program may outlive all that made it. Paths of
+ * libraries, NULL where the program needs none. */
+TE_API te_status te_xla_add(int64_t digest, const void *content, size_t bytes, int32_t buffers, int32_t slots,
+                            const int32_t *buffer, const uint64_t *offset, const char *libcublaslt,
+                            const char *libcudnn);
 /* Load its program onto a device, so that no call has to. */
 TE_API te_status te_xla_load(int64_t digest, int32_t device);
 /* How often XLA has called it, or recorded it in a command buffer; -1: the work is not known. */

@@ -130,6 +130,7 @@ def attentions(gpu: Gpu, tokens: int, hidden: int) -> dict[str, Example]:
         "padded": (heads, {"padded": True}),
         "with dropout": (heads, {"right": 0, "dropout": 0.1}),
         "with slopes": (heads, {"right": 0, "bias": "alibi", "default_slopes": True}),
+        "with a soft-cap": (heads, {"right": 0, "softcap": 20.0}),
     }
     for name, (groups, options) in cases.items():
         core = AttentionSpec(WIDTH**-0.5, "bshd", "bshd", deterministic=True, **options)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any
 
 import jax
 
@@ -22,30 +21,6 @@ from te_jax.record import Work, note
 
 TARGET = "te_tape_c"
 _FUNCTIONS = ("te_xla_tape", "te_xla_add", "te_xla_load", "te_xla_calls", "te_error")
-
-
-class _Work(ctypes.Structure):
-    """See te_xla_work in bindings/c/src/xla.h."""
-
-    _fields_ = [
-        ("size", c_size_t),
-        ("digest", c_int64),
-        ("content", c_char_p),
-        ("bytes", c_size_t),
-        ("buffers", c_int32),
-        ("slots", c_int32),
-        ("buffer", ctypes.POINTER(c_int32)),
-        ("offset", ctypes.POINTER(c_uint64)),
-        ("libcublaslt", c_char_p),
-    ]
-
-
-_PARTS = ("operation", "got", "allowed", "to_do")
-
-
-class _Error(ctypes.Structure):
-    _fields_ = [("size", c_size_t), ("status", ctypes.c_int), *((name, c_char_p) for name in _PARTS)]
-
 
 _lock = threading.RLock()
 _registered: list[ctypes.CDLL | LibraryError] = []  # the library, or why XLA does not call it
@@ -63,11 +38,9 @@ def library() -> ctypes.CDLL | None:
     asked = env.jax_handler()
     found = None if asked == "python" else _known()
     note(said())
-    if isinstance(found, LibraryError):
-        if asked == "c":
-            raise found
-        return None
-    return found
+    if isinstance(found, LibraryError) and asked == "c":
+        raise found
+    return found if isinstance(found, ctypes.CDLL) else None
 
 
 def said() -> str:
@@ -87,9 +60,9 @@ def _register() -> ctypes.CDLL | LibraryError:
     """Tell XLA of the target. That of the CPU is never called: there XLA says at once whether it knows our version."""
     try:
         found = c_library.library(*_FUNCTIONS)
-        found.te_xla_calls.restype = c_int64
-        found.te_xla_calls.argtypes, found.te_xla_load.argtypes = [c_int64], [c_int64, c_int32]
-        found.te_error.restype = ctypes.POINTER(_Error)
+        found.te_xla_calls.restype, found.te_xla_calls.argtypes = c_int64, [c_int64]
+        found.te_xla_load.argtypes = [c_int64, c_int32]
+        found.te_xla_add.argtypes = [c_int64, c_char_p, c_size_t, *2 * [c_int32], *2 * [c_void_p], *2 * [c_char_p]]
         capsule = jax.ffi.pycapsule(ctypes.cast(found.te_xla_tape, c_void_p).value)
         for platform in ("cpu", "CUDA"):
             stages = {"initialize": capsule, "execute": capsule}
@@ -109,9 +82,9 @@ def takes(work: Work, devices: list[int]) -> bool:
         return False
     try:
         if found.te_xla_calls(work.digest) < 0:
-            _check(found, found.te_xla_add(ctypes.byref(_given(work, cuda_device(devices[0])))))
+            _add(found, work, cuda_device(devices[0]))
         for index in devices:
-            _check(found, found.te_xla_load(work.digest, index))
+            c_library.check(found, found.te_xla_load(work.digest, index))
     except (LibraryError, UnsupportedError) as error:
         note(f"{work.of(cuda_device(devices[0]))}; XLA calls it in Python: {error.got}")
         return False
@@ -119,29 +92,12 @@ def takes(work: Work, devices: list[int]) -> bool:
     return True
 
 
-def _given(work: Work, device: Device) -> _Work:
-    """Its program, and where the slots of that lie in the buffers of a call."""
+def _add(found: ctypes.CDLL, work: Work, device: Device) -> None:
+    """Give the library its program, and where the slots of that lie in the buffers of a call: the block in the last."""
     program = Program()
     add_entry(program, "call", work.on(device).made.tape, index=device.index)
-    content = pack(program)
-    places = work.places(device)
-    buffers, offsets = zip(*places, strict=True)
-    blas = str(libraries.file("cublasLt")).encode() if "cublasLt" in program.facts else None
-    count = len(places)
-    return _Work(
-        ctypes.sizeof(_Work),
-        work.digest,
-        content,
-        len(content),
-        max(buffers) + 1,
-        count,
-        (c_int32 * count)(*buffers),
-        (c_uint64 * count)(*offsets),
-        blas,
-    )
-
-
-def _check(found: Any, status: int) -> None:
-    if status:
-        said = found.te_error().contents
-        raise LibraryError(*(getattr(said, name).decode() for name in _PARTS))
+    paths = [str(libraries.file(n)).encode() if n in program.facts else None for n in ("cublasLt", "cudnn")]
+    content, places = pack(program), work.places(device)
+    count, buffers = len(places), places[-1].number + 1
+    at = (c_int32 * count)(*(p.number for p in places)), (c_uint64 * count)(*(p.offset for p in places))
+    c_library.check(found, found.te_xla_add(work.digest, content, len(content), buffers, count, *at, *paths))

@@ -352,11 +352,13 @@ def load_or_build(target: Target, spec: Hashable, names: tuple[str, ...], descri
 
 
 def serialized(built: Any) -> bytes:
-    """What the frontend stores of a finished graph; one before 1.32 knows a list of numbers only."""
-    try:
-        return bytes(built.serialize(as_bytes=True))
-    except TypeError:
-        return bytes(built.serialize())
+    """What the frontend stores of a finished graph."""
+    return bytes(built.serialize(as_bytes=True) if _knows_bytes(built) else built.serialize())
+
+
+def _knows_bytes(built: Any) -> bool:
+    """Whether a graph is stored as bytes: frontend 1.28, which CUDA 12 has, gives and takes lists of numbers only."""
+    return "as_bytes" in (built.serialize.__doc__ or "as_bytes")
 
 
 def disk_key(target: Target, spec: Hashable) -> str:
@@ -374,11 +376,12 @@ def _source(module: str) -> bytes:
 def _deserialized(target: Target, names: tuple[str, ...], stored: bytes) -> Graph | None:
     """The graph of a stored plan; None where this cuDNN does not take it."""
     made = frontend().native.backend_graph(**target.arguments())
+    image = stored if _knows_bytes(made) else list(stored)
     try:
         if target.properties is None:
-            made.deserialize(target.handle, stored)
+            made.deserialize(target.handle, image)
         else:
-            made.deserialize(stored)
+            made.deserialize(image)
         return Graph(made, names, "read from disk")
     except (RuntimeError, ValueError, IndexError, frontend().module.cudnnGraphNotSupportedError):
         return None  # another version's, cut short, or not for this driver
