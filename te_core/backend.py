@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from te_core.ops.gemm import GemmPlan, GemmSpec
     from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVGatherSpec, KVMoveSpec
     from te_core.ops.l2_norm import L2NormOpSpec
+    from te_core.ops.loss import LossOperands, LossOpSpec, LossTerms
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
+    from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamSpec, AdamTensors, SgdRule, SgdTensors
     from te_core.ops.padding_order import PaddingOrderSpec
     from te_core.ops.permute import Operands as PermuteOperands
     from te_core.ops.permute import PermuteSpec, RowMapSpec
@@ -170,6 +172,11 @@ class Backend(Protocol):
         self, rt: Runtime, dy: Tensor, dx: Tensor, p: float, rng: Tensor | None, site: int, column_sum: Tensor | None, /
     ) -> None: ...
 
+    def loss_rows(self, rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOperands, /) -> None: ...
+    def loss_values(
+        self, rt: Runtime, terms: LossTerms, total: str, facts: Tensor, target: Tensor, losses: Tensor, both: Tensor, /
+    ) -> None: ...
+
     # ------------------------------------------------------------------------------------------------ attention
 
     def plan_attention_forward(self, rt: Runtime, asked: Asked, /) -> Any: ...
@@ -267,6 +274,20 @@ class Backend(Protocol):
     def context_max(self, rt: Runtime, parts: Tensor, first: int, out: Tensor, /) -> None: ...
     def context_rows(
         self, rt: Runtime, spec: ContextRowsSpec, t: Tensor, cu: Tensor | None, out: Tensor, /
+    ) -> None: ...
+
+    # ------------------------------------------------------------------------------------- parameters
+
+    def adam(self, rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamTensors], rule: AdamRule, /) -> None: ...
+    def adam_quantized(
+        self, rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamQuantized], rule: AdamRule, /
+    ) -> None: ...
+    def sgd(self, rt: Runtime, tensors: Sequence[SgdTensors], rule: SgdRule, /) -> None: ...
+    def scale_many(
+        self, rt: Runtime, pairs: Sequence[tuple[Tensor, Tensor]], scale: float | Tensor, flag: Tensor | None, /
+    ) -> None: ...
+    def norm_many(
+        self, rt: Runtime, lists: Sequence[Sequence[Tensor]], scale: Tensor | None, out: Tensor, parts: Tensor, /
     ) -> None: ...
 
     # ------------------------------------------------------------------------------------- tokens and padding

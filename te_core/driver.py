@@ -152,17 +152,25 @@ class Driver:
 
     def _check(self, status: int, call: str) -> None:
         if status:
-            name, text = c_char_p(), c_char_p()
-            self._lib.cuGetErrorName(status, byref(name))
-            self._lib.cuGetErrorString(status, byref(text))
-            says = f"{(name.value or b'?').decode()} ({status}): {(text.value or b'').decode()}"
-            raise LibraryError(
-                call,
-                says,
-                "success",
-                "see the message; an earlier kernel's fault may be reported here "
-                "(rerun with CUDA_LAUNCH_BLOCKING=1 to find it)",
-            )
+            raise self.failed(status, call)
+
+    def failed(self, status: int, call: str) -> LibraryError:
+        """What is raised for a status of a call."""
+        name, text = c_char_p(), c_char_p()
+        self._lib.cuGetErrorName(status, byref(name))
+        self._lib.cuGetErrorString(status, byref(text))
+        says = f"{(name.value or b'?').decode()} ({status}): {(text.value or b'').decode()}"
+        return LibraryError(
+            call,
+            says,
+            "success",
+            "see the message; an earlier kernel's fault may be reported here "
+            "(rerun with CUDA_LAUNCH_BLOCKING=1 to find it)",
+        )
+
+    def address(self, name: str) -> int:
+        """Where a function of the library is, for code that calls it by itself."""
+        return ctypes.cast(getattr(self._lib, name), c_void_p).value or 0
 
     # ------------------------------------------------------------------------------ devices and contexts
 

@@ -260,6 +260,11 @@ def version(name: str) -> tuple[int, ...]:
     return number // 10000, number // 100 % 100, number % 100
 
 
+def large_parameters() -> bool:
+    """Whether a launch's parameters may take 32,764 bytes, and not 4,096: since CUDA 12.1."""
+    return driver_version() >= (12, 1) and version("nvrtc") >= (12, 1)
+
+
 def loaded() -> list[Loaded]:
     """Every known library that this process maps, with its file and version; two rows of a name are a fault."""
     rows = []

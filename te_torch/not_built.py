@@ -31,7 +31,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb",
         "load_framework_extension": "nothing: there is no extension to load",
         "newton_schulz": _MUON,
-        "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
     },
     "pytorch.jit": {
         "dgelu_fused_": "torch.ops.aten.gelu_backward(grad, x, approximate='tanh')",
@@ -65,6 +64,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "pytorch.module.base": {
         "fill_userbuffers_buffer_for_all_gather": "nothing: a module with ub_overlap_ag has its parts come by itself"
+    },
+    "pytorch.optimizers": {
+        "multi_tensor_adam_fp8": "FusedAdam(master_weights=True), which updates quantized parameters",
+        "multi_tensor_compute_scale_inv_e8m0": "te.MXFP8Quantizer, which makes its scales",
     },
     "pytorch.tensor": {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED},
     "pytorch.attention": {"FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb"},
@@ -134,7 +137,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "layernorm_bwd; FusedAttnBackend, META_*, QKVFormat, get_cublas_workspace_size_bytes",
         "te_core.ops, on te_core tensors",
     ),
-    "pytorch.cross_entropy": ("parallel_cross_entropy", "torch.nn.functional.cross_entropy on whole rows, in float32"),
     "pytorch.custom_recipes.gemm": ("GEMMType, MMParams, custom_gemm", "te_core.ops.gemm"),
     "pytorch.custom_recipes.reference_current_scaling": (
         "CurrentScalingQuantizerRef, CurrentScalingTensorRef, current_scaling_ref_factory",
@@ -166,10 +168,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "pytorch.ops.basic": ("basic_linear, grouped_linear and the other single operations", _OPS),
     "pytorch.ops.fused": ("the fused operations", _OPS),
     "pytorch.ops.fuser": ("OperationFuser", _OPS),
-    "pytorch.optimizers": (
-        "FusedAdam, FusedSGD, MultiTensorApply, multi_tensor_applier, multi_tensor_adam and the other multi_tensor_*",
-        "torch.optim.AdamW(fused=True), torch.optim.SGD(fused=True), torch._foreach_*",
-    ),
     "pytorch.tensor.grouped_tensor": ("GroupedTensor", _GROUPED),
     "pytorch.tensor.storage.grouped_tensor_storage": ("GroupedTensorStorage", _GROUPED),
     "pytorch.triton": ("cross_entropy, grouped_dbias_dscales, mhc, pad, permutation", "torch: no such kernel is built"),
@@ -188,6 +186,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 BEHIND_ALIAS = (
     "cpu_offload",
     "cpu_offload_v1",
+    "cross_entropy",
     "distributed",
     "float8_tensor",
     "fp8",

@@ -13,8 +13,10 @@ from te_core.ops.gemm_grouped import gemm_grouped
 from te_core.ops.gemm_quantized import gemm_quantized, gemm_route
 from te_core.ops.kv_cache import KVCache, kv_append, kv_gather, kv_move
 from te_core.ops.l2_norm import l2_norm_backward, l2_norm_forward
+from te_core.ops.loss import loss_facts, loss_gradient, loss_values
 from te_core.ops.matrix import column_sum, resize
 from te_core.ops.norm import norm_backward, norm_forward
+from te_core.ops.optimizer import adam, adam_quantized, norm_many, scale_many, sgd
 from te_core.ops.padding_order import padding_order
 from te_core.ops.permute import chunk_row_map, index_row_map, mask_row_map, permute, unpermute, unpermute_backward
 from te_core.ops.quantize import (
@@ -35,14 +37,15 @@ from te_core.ops.statistics import statistics
 from te_core.ops.swizzle import swizzle_scales
 
 __all__ = [
-    "KVCache", "activation_backward", "activation_forward", "add", "amax", "amax_many", "attention_backward",
-    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge",
+    "KVCache", "activation_backward", "activation_forward", "adam", "adam_quantized", "add", "amax", "amax_many",
+    "attention_backward", "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_merge",
     "attention_scored_backward", "attention_scored_forward", "attention_sink_grad", "bias_dropout_add",
     "bias_dropout_add_backward", "chunk_row_map", "column_sum", "context_draws", "context_lengths", "context_mark",
     "context_max", "context_rows", "context_sum", "count_nonfinite", "dequantize", "gemm", "gemm_grouped",
     "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather", "kv_move",
-    "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward", "packed_width",
-    "padding_order", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many", "rank_sum", "resize",
-    "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward", "softmax_forward",
-    "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
+    "l2_norm_backward", "l2_norm_forward", "loss_facts", "loss_gradient", "loss_values", "mask_row_map",
+    "norm_backward", "norm_forward", "norm_many", "packed_width", "padding_order", "permute", "plan_update", "quantize",
+    "quantize_grouped", "quantize_many", "rank_sum", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
+    "scale_many", "scale_pairs", "sgd", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales",
+    "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip

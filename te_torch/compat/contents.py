@@ -14,6 +14,7 @@ import te_core
 import te_torch
 from te_torch import availability as _availability
 from te_torch import constants as _constants
+from te_torch import optimizers as _optimizers
 from te_torch import recipe as _recipe
 from te_torch import tensors as _tensors
 from te_torch import utils as _utils
@@ -146,6 +147,7 @@ _OVERLAP = (
 OURS = (
     *_context.__all__,
     "convert",
+    "linear_cross_entropy",
     "measure_saved",
     "memory_report",
     "nonfinite_report",
@@ -202,6 +204,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.attention.rope": _of(_rope, ("RotaryPositionEmbedding", *_ROPE)),
     "pytorch.constants": _of(_constants, _constants.__all__),
     "pytorch.cpu_offload": _of(_offload, _offload.__all__),
+    "pytorch.cross_entropy": _of(te_torch, ("parallel_cross_entropy",)),
     "pytorch.custom_recipes.quantizer_factories": _ending(quantizer_factories, "_factory"),
     "pytorch.custom_recipes.quantizer_factory_zoo": _ending(quantizer_factory_zoo, "_factory"),
     "pytorch.distributed": _of(_checkpoint, _RECOMPUTE)
@@ -230,6 +233,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.module.layernorm_mlp": _of(te_torch, ("LayerNormMLP",)),
     "pytorch.module.linear": _of(te_torch, ("Linear",)),
     "pytorch.module.rmsnorm": _of(te_torch, ("RMSNorm",)),
+    "pytorch.optimizers": _of(_optimizers, [n for n in _optimizers.__all__ if n not in _optimizers.OURS]),
     "pytorch.permutation": _of(te_torch, _MOE),
     "pytorch.ops": _stand_ins.refusing("pytorch.ops")
     | {"is_op_fuser_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path},

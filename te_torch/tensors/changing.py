@@ -102,6 +102,7 @@ class Change(NamedTuple):
     kept: Kept | None
     dense: torch.Tensor
     core: Any
+    amax: torch.Tensor | None = None  # the maximum of the values, where it is known: float32 [1]
 
     @classmethod
     def of(cls, t: Any) -> Change:
@@ -133,6 +134,12 @@ class Change(NamedTuple):
         return dense.data_ptr() == self.core.ptr and dense.shape == self.t.shape and dense.is_contiguous()
 
 
+def change_to(t: Any, values: torch.Tensor, amax: torch.Tensor | None = None) -> Change:
+    """The change of a tensor to given values, dense and of its shape, in any activation type."""
+    kept = Kept.of(t)
+    return Change(t, kept, values, None if kept is None else to_core(values).matrix(), amax)
+
+
 def end_all(changes: Sequence[Change]) -> None:
     """End several changes. Which of them agree together must not depend on what a rank has of a tensor."""
     agreeing: dict[Any, list[Change]] = {}
@@ -145,7 +152,11 @@ def end_all(changes: Sequence[Change]) -> None:
         if group is not None:
             agreeing.setdefault((group, t.device), []).append(change)
         elif kept is not None and change._in_place():
-            alike.setdefault(kept.sort, []).append((change, kept.cast))
+            cast, amax = kept.cast, change.amax
+            known = amax is not None and cast.format.scaling == "tensor" and cast.scale is None
+            alike.setdefault((*kept.sort, known), []).append(
+                (change, cast.scaled_by(to_core(amax)) if known and amax is not None else cast)
+            )
         else:
             change.end()
     for (group, _), some in agreeing.items():
@@ -160,7 +171,10 @@ def _agree(group: Any, changes: list[Change], alike: dict[Any, list[tuple[Change
     rt, whole = runtime_for(maxima), to_core(maxima)
     there = [change.kept is not None and change._in_place() for change in changes]
     cores = [c.core if known else to_core(run.plain(c.dense)) for c, known in zip(changes, there, strict=True)]
-    if len({core.dtype for core in cores}) == 1:
+    given = [change.amax for change in changes if change.amax is not None]
+    if len(given) == len(changes):
+        torch.cat(given, out=maxima)
+    elif len({core.dtype for core in cores}) == 1:
         ops.amax_many(rt, cores, out=whole)
     else:
         for i, core in enumerate(cores):

@@ -6,12 +6,16 @@ import ast
 import ctypes
 from typing import Any
 
-from te_core.backends.cuda import context, quantize, quantize_grouped
+from te_core.backends.cuda import context, optimizer, quantize, quantize_grouped
 
 #: Of kernels that take a table by value: an entry, its addresses, the tail, its number that counts entries, their room.
 _TABLES = {
     "quantize_grouped": (quantize_grouped._MATRIX, 7, quantize_grouped._TAIL, 3, None),
     "quantize_block_grouped": (quantize_grouped._TILES, 6, quantize_grouped._TAIL, 3, None),
+    **dict.fromkeys(("adam", "adam_maxima"), (optimizer._ADAM, 7, optimizer._ADAM_TAIL, 13, None)),
+    "adam_quantized": (optimizer._TILES, 10, optimizer._TILES_TAIL, 14, None),
+    "sgd": (optimizer._SGD, 4, optimizer._SGD_TAIL, 8, None),
+    **dict.fromkeys(("scale_many", "square_many", "norm_of_each"), (optimizer._MANY, 2, optimizer._MANY_TAIL, 5, None)),
     "column_sum_grouped": (quantize_grouped._PART, 2, quantize_grouped._PARTS_TAIL, 1, 128),
 }
 

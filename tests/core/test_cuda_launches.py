@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from te_core import dtypes, ops
+from te_core import dtypes, libraries, ops
 from te_core.backends.cuda import backend
 from te_core.backends.meta import backend as meta
 from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels import loader
 from te_core.ops.activation import Clamp
+from te_core.ops.loss import LossTerms
+from te_core.ops.optimizer import AdamRule, AdamTensors, SgdRule, SgdTensors
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor, cuda_device
@@ -225,6 +227,27 @@ def test_a_row_of_scores_is_held_or_streamed(machine: Machine, asked: Any) -> No
     assert [c["ITERS"] > 0 for name, c in asked if name == "softmax_forward"] == [True, False]
 
 
+def test_a_row_of_logits_is_held_or_a_part_of_it(machine: Machine, asked: Any) -> None:
+    """A block's threads and vectors, by the row, also where that is no whole vectors."""
+    rt = machine.runtime()
+    held = []
+    for classes in (8, 32000, 128256, 50257):
+        x, goal = tensor(rt, 2, classes, dtype=dtypes.bfloat16), rt.tensor(np.zeros(2, np.int64))
+        call = Right(ops.loss_gradient, (rt, x, goal), {"terms": LossTerms(classes), "out": x})
+        assert launched(machine, call) == ["loss"]
+    for name, c in asked:
+        if name == "loss":
+            held.append((c["VEC"], c["SIZE"], c["HELD"], c["PEEL"]))
+            assert (c["FIND"], c["GRADIENT"]) == (True, True)
+    assert held == [(8, 128, 1, 0), (8, 512, 8, 0), (8, 1024, 14, 0), (8, 1024, 7, 1)]
+    known = rt.empty((2, 2, 3), dtypes.float32)
+    ops.loss_facts(rt, x, goal, terms=LossTerms(2 * classes))
+    ops.loss_gradient(rt, x, goal, terms=LossTerms(2 * classes), known=known)
+    assert [(c["FIND"], c["GRADIENT"]) for name, c in asked if name == "loss"][4:] == [(True, False), (False, True)]
+    ops.loss_values(rt, known, goal, terms=LossTerms(2 * classes), total="mean of some")
+    assert [c["HOW"] for name, c in asked if name == "loss_values"] == [2]
+
+
 @pytest.mark.more
 def test_every_kernel_that_is_asked_for_compiles(machine: Machine) -> None:
     """With the constants that plans give it: NVRTC needs no GPU."""
@@ -282,3 +305,29 @@ def test_many_numbers_of_calls_take_several_launches(machine: Machine) -> None:
         ops.context_draws(rt, rng, range(600))
     places = [dict(e.places) for e in events if e.kind == "launch"]
     assert [[at.offset for at in of.values() if at is not None] for of in places] == [[0, 0], [0, 4096], [0, 8192]]
+
+
+def test_launches_of_optimizers(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for a group of tensors; one before it for scales, one for what the device knows; more tables for many."""
+    rt = machine.runtime()
+
+    def tensors(moment: Any, scales: Any = None) -> AdamTensors:
+        states = (tensor(rt, 20000, dtype=moment) for _ in range(2))
+        return AdamTensors(tensor(rt, 20000), tensor(rt, 20000), *states, None, scales)
+
+    def adam(some: list[AdamTensors], **options: Any) -> list[str]:
+        rule = AdamRule(
+            **{"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 1, **options}
+        )
+        return launched(machine, Right(ops.adam, (rt, some, rule), {}))
+
+    plain = tensors(dtypes.float32)
+    for large, many in ((False, 24), (True, 3)):
+        monkeypatch.setattr(libraries, "large_parameters", lambda large=large: large)
+        assert adam([plain] * 52) == ["adam"] and adam([plain] * 1200) == ["adam"] * many
+    assert adam([plain], grad_scale=tensor(rt, 1)) == adam([plain], lr=tensor(rt, 1)) == ["adam_numbers", "adam"]
+    assert adam([tensors(dtypes.float16, tensor(rt, 3))] * 3) == ["adam_maxima", "adam"]
+    x = [tensor(rt, 20000)] * 100
+    assert launched(machine, Right(ops.norm_many, (rt, [x, x[:3]]), {})) == ["square_many"] * 2 + ["norm_of_all"]
+    assert launched(machine, Right(ops.scale_many, (rt, x, x, 0.5), {})) == ["scale_many"]
+    assert launched(machine, Right(ops.sgd, (rt, [SgdTensors(x[0], x[1])] * 80, SgdRule(0.1)), {})) == ["sgd"]

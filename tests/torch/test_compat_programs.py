@@ -38,7 +38,7 @@ for place in CONTENTS:
     assert bool(below) == hasattr(module, "__path__") == (spec.submodule_search_locations is not None), name
     assert all(Path(folder).is_dir() for folder in getattr(module, "__path__", [])), name
     assert module.__package__ == (name if below else name.rpartition(".")[0])
-for absent in ("nothing", "pytorch.nothing", "pytorch.optimizers", "pytorch.module.linear.nothing"):
+for absent in ("nothing", "pytorch.nothing", "pytorch.newton_schulz", "pytorch.module.linear.nothing"):
     try:
         assert find_spec(f"transformer_engine.{absent}") is None, absent
     except ModuleNotFoundError as error:  # what Python says of a submodule of a module
@@ -449,7 +449,7 @@ try:
     tex.rmsnorm_fwd
 except AttributeError as error:
     assert "te_core.ops" in error.do
-for absent in ("pytorch.ops.basic", "pytorch.ops.fused", "pytorch.router.nothing", "pytorch.optimizers"):
+for absent in ("pytorch.ops.basic", "pytorch.ops.fused", "pytorch.router.nothing", "pytorch.newton_schulz"):
     try:
         importlib.import_module(f"transformer_engine.{absent}")
     except ModuleNotFoundError:

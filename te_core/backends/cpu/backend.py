@@ -29,9 +29,11 @@ from te_core.backends.cpu.executor import executor, executors
 from te_core.backends.cpu.gemm import plan_gemm
 from te_core.backends.cpu.kv_cache import kv_append, kv_gather, kv_move
 from te_core.backends.cpu.l2_norm import l2_norm_backward, l2_norm_forward
+from te_core.backends.cpu.loss import loss_rows, loss_values
 from te_core.backends.cpu.matrix import column_sum, resize
 from te_core.backends.cpu.memory import copy_from_host, copy_to_host, default_allocator, order, stream, zero
 from te_core.backends.cpu.norm import norm_backward, norm_forward
+from te_core.backends.cpu.optimizer import adam, adam_quantized, norm_many, scale_many, sgd
 from te_core.backends.cpu.padding_order import padding_order
 from te_core.backends.cpu.permute import permute, row_map, unpermute, unpermute_backward
 from te_core.backends.cpu.quantize import (

@@ -27,9 +27,11 @@ from te_core.backends.cuda.executor import executor, executors
 from te_core.backends.cuda.gemm import plan_gemm
 from te_core.backends.cuda.kv_cache import kv_append, kv_gather, kv_move
 from te_core.backends.cuda.l2_norm import l2_norm_backward, l2_norm_forward
+from te_core.backends.cuda.loss import loss_rows, loss_values
 from te_core.backends.cuda.matrix import column_sum, resize
 from te_core.backends.cuda.memory import copy_from_host, copy_to_host, default_allocator, order, stream, zero
 from te_core.backends.cuda.norm import norm_backward, norm_forward
+from te_core.backends.cuda.optimizer import adam, adam_quantized, norm_many, scale_many, sgd
 from te_core.backends.cuda.padding_order import padding_order
 from te_core.backends.cuda.permute import permute, row_map, unpermute, unpermute_backward
 from te_core.backends.cuda.quantize import (

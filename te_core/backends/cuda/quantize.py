@@ -274,8 +274,7 @@ def run_update(rt: Runtime, plan: UpdatePlan) -> None:
 def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePlan:
     """The table of pointers that the kernel takes by value."""
     states = [s for s in states if s.history.size]
-    roomy = libraries.driver_version() >= (12, 1) and libraries.version("nvrtc") >= (12, 1)
-    capacity = _LARGE if roomy and len(states) > _SMALL else _SMALL
+    capacity = _LARGE if len(states) > _SMALL and libraries.large_parameters() else _SMALL
     kernel = loader.get(rt, "scale_update", args="b", CAPACITY=capacity, HISTORY_MAX=algo == "max")
     launches = []
     for start in range(0, len(states), capacity):

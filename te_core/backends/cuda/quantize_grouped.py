@@ -125,17 +125,13 @@ def quantize_grouped(
 ) -> None:
     """Quantize all matrices."""
     plan = rt.plans.find(rt, _plan, spec)
-    capacity = _LARGE if len(parts) > _SMALL and _roomy() else _SMALL
+    capacity = _LARGE if len(parts) > _SMALL and libraries.large_parameters() else _SMALL
     vector = 16 // plan.dtype.itemsize
     aligned = plan.width % vector == 0 and not any(part.ptr & 15 for part in parts)
     for start in range(0, len(parts), capacity):
         some = slice(start, start + capacity)
         chunk = _Chunk(rt, plan, parts[some], casts[some], outs[some], aligned, capacity)
         chunk.run(rt, None if column_sums is None else column_sums[some])
-
-
-def _roomy() -> bool:
-    return libraries.driver_version() >= (12, 1) and libraries.version("nvrtc") >= (12, 1)
 
 
 class _Chunk:

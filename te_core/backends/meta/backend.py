@@ -49,6 +49,8 @@ context_draws = context_lengths = context_mark = context_max = context_rows = _r
 add = bias_dropout_add = bias_dropout_add_backward = rank_sum = _run
 kv_append = kv_gather = kv_move = _run
 l2_norm_backward = l2_norm_forward = norm_backward = norm_forward = _run
+loss_rows = loss_values = _run
+adam = adam_quantized = norm_many = scale_many = sgd = _run
 column_sum = resize = padding_order = _run
 permute = row_map = unpermute = unpermute_backward = _run
 amax = amax_many = count_nonfinite = run_update = statistics = transpose = swizzle_scales = _run
