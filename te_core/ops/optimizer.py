@@ -95,10 +95,11 @@ def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
     op = "adam"
     if not tensors:
         return
-    spec = AdamSpec(*[_check.dtype(t) for t in tensors[0][:5]], amax=tensors[0].amax is not None)  # type: ignore[arg-type]
+    first = tensors[0]
+    spec = AdamSpec(*[_check.dtype(t) for t in first[:5]], first.amax is not None)  # type: ignore[arg-type]
     _check_adam(op, spec)
     for t in tensors:
-        _check_list(op, rt, AdamTensors._fields[:5], t[:5], tensors[0][:5])
+        _check_list(op, rt, AdamTensors._fields[:5], t[:5], first[:5])
         if any(spec.scaled):
             _check.result(op, rt.device, "scales", t.scales, (3,), (dtypes.float32,))
             _check.require(t.scales is not None, op, f"no scales for {spec}", "scales, float32 [3]", "pass scales")
