@@ -22,8 +22,8 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 #: Bytes that the logits of a chunk may take, but for rows that it may have in any case, and what these are rounded up
-#: to. Each chunk reads and writes the weight's gradient in float32: on an H100 that takes 4.2 ms of 38 for 4 chunks of
-#: 2048 rows (8192 x 4096 x 128256, 2026-11-27), and little of the products' time from 4096 rows on.
+#: to. Each chunk reads and writes the weight's gradient in float32, and small products are slower: 8192 x 4096 x 128256
+#: in chunks of 2048, 4096 and 8192 rows took 38.5, 36.8 and 35.8 ms (H100, 2026-11-27, benchmarks/loss.py).
 CHUNK_BYTES, CHUNK_ROWS, CHUNK_STEP = 512 << 20, 4096, 128
 
 

@@ -32,7 +32,7 @@ from te_core.tensor import from_numpy
 from tests.backends import HARDWARE
 from tests.core.c_library import FOLDER, CLayer, CRuntime, DLTensor, PlayerError, built, host_tensor, stub
 from tests.core.fake_cuda import Machine, Make
-from tests.core.program_proof import Proof, _digest, compare
+from tests.core.program_proof import Proof, compare, digest_of
 from tests.core.tape_cases import Maker
 from tests.core.test_program_c import made
 from tests.functional_cases import FUNCTIONS, OF_RECIPES, Right, right
@@ -174,7 +174,7 @@ class OnStub(Proof):
         self.memory.given = []
         for opened in [one for one in doors._things.values() if isinstance(one, Opened)]:
             for f in opened.program.functions:
-                digest = _digest(opened.program.modules[f.module])
+                digest = digest_of(opened.program.modules[f.module])
                 stub().stub_arguments(f.name.encode(), digest, f.letters.replace("r", "p").encode())
         return result, c()
 

@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 
 from te_core import dtypes
+from te_core.layers import linear
 from te_core.layers.overlap import Overlap, Way
 from te_core.layers.parallel import Split
 from te_core.runtime import Runtime
+from te_core.tape import taped
+from te_core.tape.taped import Taped
 from te_core.tensor import Tensor
 from tests.core import test_parallel_launches as launches
 from tests.core.fake_cuda import Machine, Make
 from tests.core.test_context_streams import OWN, Order
+from tests.covering import covering
+from tests.recordings import tapes
 
 SIZE = launches.SIZE
 COMPUTING = ("launch", "gemm", "fill")
+TRANSFERS = ("push", "pull", "announce", "await", "leave")
 RING = Overlap("fc", Way("ring_exchange"), Way("ring_exchange"), None, 1 << 20)
 
 
@@ -74,8 +80,23 @@ class Peers:
         return Room(self, self.rooms[kind])
 
 
-def ringing(make: Make, patch: pytest.MonkeyPatch, mode: str, recipe: str | None) -> tuple[Machine, Counter[str]]:
+class Recorded:
+    """A linear whose calls are recorded and replayed."""
+
+    @staticmethod
+    def forward(rt: Runtime, *given: Any, spec: Any, **options: Any) -> Any:
+        return Taped("forward", linear.forward, spec)(rt, *given, **options)
+
+    @staticmethod
+    def backward(rt: Runtime, *given: Any, spec: Any, **options: Any) -> Any:
+        return Taped("backward", linear.backward, spec)(rt, *given, **options)
+
+
+def ringing(
+    make: Make, patch: pytest.MonkeyPatch, mode: str, recipe: str | None, recorded: bool
+) -> tuple[Machine, Counter[str]]:
     """A step of a rank, and the kernels, products and transfers of it."""
+    patch.setattr(launches, "linear", Recorded if recorded else linear)
     machine = make()
     order = Order(machine, patch)
     seen: list[tuple[str, int, dict[int, int]]] = []
@@ -84,15 +105,20 @@ def ringing(make: Make, patch: pytest.MonkeyPatch, mode: str, recipe: str | None
     peers = Peers(machine, order)
     patch.setattr(launches.Silent, "peers", lambda self, rt: peers)
     machine.seen = seen  # type: ignore[attr-defined]
-    return machine, launches.launched(machine, mode, Split(mode, SIZE, True, overlap=RING), recipe)
+    with tapes("first"):
+        before = taped.COUNTS.replayed
+        found = launches.launched(machine, mode, Split(mode, SIZE, True, overlap=RING), recipe)
+        assert taped.COUNTS.replayed - before == 2 * recorded
+    return machine, found
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-@pytest.mark.parametrize("mode", ["column", "row"])
-def test_products_take_turns(make: Make, monkeypatch: pytest.MonkeyPatch, mode: str, recipe: str | None) -> None:
+@covering(mode=["column", "row"], recipe=[None, "delayed", "current"], recorded=[False, True])
+def test_products_take_turns(
+    make: Make, monkeypatch: pytest.MonkeyPatch, mode: str, recipe: str | None, recorded: bool
+) -> None:
     """Of two products of a ring the second has a stream of its own, and does not wait for the first; whatever comes
     behind the ring waits for both."""
-    machine, found = ringing(make, monkeypatch, mode, recipe)
+    machine, found = ringing(make, monkeypatch, mode, recipe, recorded)
     assert found["pull"] == 1 and found["push"] == 2 and found["leave"] == 2
     seen = machine.seen  # type: ignore[attr-defined]
     products = [(i, stream, clock) for i, (kind, stream, clock) in enumerate(seen) if kind == "gemm"]
@@ -104,3 +130,16 @@ def test_products_take_turns(make: Make, monkeypatch: pytest.MonkeyPatch, mode: 
         assert second[OWN] >= max(before, default=0)  # but all that came before the ring
         behind = [clock for kind, stream, clock in seen[at:] if stream == OWN and kind in COMPUTING]
         assert all(clock.get(side, 0) >= second[side] for clock in behind) and behind
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_a_replay_does_the_same(make: Make, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The same kernels, products and transfers, on the same streams, in the same order."""
+    done = []
+    for recorded in (False, True):
+        machine, _ = ringing(make, monkeypatch, mode, "delayed", recorded)
+        seen = machine.seen  # type: ignore[attr-defined]
+        names = {stream: "transfers" for kind, stream, _ in seen if kind == "pull"} | {OWN: "own"}
+        done.append([(kind, names.get(stream, "side")) for kind, stream, _ in seen if kind in (*COMPUTING, *TRANSFERS)])
+    interpreted, replayed = done
+    assert interpreted == replayed

@@ -33,7 +33,7 @@ from te_core.tensor import Tensor, cuda_device  # noqa: E402
 from tests.backends import HARDWARE  # noqa: E402
 from tests.core.c_library import FOLDER, built, stub  # noqa: E402
 from tests.core.fake_cuda import Make  # noqa: E402
-from tests.core.program_proof import Doors, compare  # noqa: E402
+from tests.core.program_proof import Doors, compare, digest_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason=f"{HARDWARE}no C compiler")
 
@@ -149,7 +149,7 @@ def told(doors: Doors, work: record.Work) -> None:
         if step.kind in (file.LAUNCH, file.TABLE):
             f = program.functions[step.target]
             letters = f.letters.replace("r", "p") if step.kind == file.LAUNCH else f"b{step.other}"
-            stub().stub_arguments(f.name.encode(), letters.encode())
+            stub().stub_arguments(f.name.encode(), digest_of(program.modules[f.module]), letters.encode())
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_wrong_work_is_refused(doors: Doors) -> None:
     at = ctypes.byref(number), ctypes.byref(offset)
     for content, buffers, slots, said in ((None, 3, 1, "NULL"), (b"x", 2, 1, "buffer 2 of 2"), (b"x", 3, 513, "513")):
         with pytest.raises(LibraryError, match=f"te_xla_add: got .*{said}"):
-            c_library.check(found, found.te_xla_add(7, content, 1, buffers, slots, *at, None))
+            c_library.check(found, found.te_xla_add(7, content, 1, buffers, slots, *at, None, None))
     assert found.te_xla_calls(7) == -1
-    c_library.check(found, found.te_xla_add(7, b"no program", 10, 3, 1, *at, None))
+    c_library.check(found, found.te_xla_add(7, b"no program", 10, 3, 1, *at, None, None))
     with pytest.raises(LibraryError, match="te_program_load"):
         c_library.check(found, found.te_xla_load(7, 0))
     assert found.te_xla_calls(7) == 0

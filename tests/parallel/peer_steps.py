@@ -351,14 +351,14 @@ def long(rank: Rank, count: int) -> tuple[int, float, dict[str, str]]:
     """Many equal steps beside all-reduces of a second group: (how many, those that gave something else, what ran)."""
     second = dist.new_group()
     with offered(rank), initialised(rank.world, ub_cfgs=CFGS):
-        module = make("layer", rank, dist.group.WORLD, **SETS["rings"])
+        module = make("mlp", rank, dist.group.WORLD, **SETS["rings"])
         x = torch.randn(TOKENS, 1, H).bfloat16().to(rank.device)
         others, wrong = torch.zeros(1 << 20, device=rank.device), torch.zeros((), device=rank.device)
         first = None
         draws = random.Random(rank.number)
         for _ in range(count):
             sums = dist.all_reduce(others, group=second, async_op=True)
-            if draws.random() < 0.05:
+            if draws.random() < 0.01:
                 hold_up(rank)
             y = module(x)
             y.backward(y.detach())

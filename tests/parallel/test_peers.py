@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,14 +93,16 @@ def test_memory_is_what_the_documents_say(two: Ranks) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("connections", ["1", "8", "32"])
 @NCCL
-def test_a_thousand_steps(connections: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_steps() -> None:
     """However many hardware queues there are, nothing waits for what stands behind it."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    ranks = Ranks(2, "cuda")
+    started = [Ranks(2, "cuda", CUDA_DEVICE_MAX_CONNECTIONS=connections) for connections in ("1", "8", "32")]
     try:
-        for count, wrong, said in ranks.run(long, 1000):
-            assert count == 1000 and wrong == 0 and all("through peer memory" in how for how in said.values())
+        with ThreadPoolExecutor(len(started)) as beside:
+            for found in beside.map(lambda ranks: ranks.run(long, 1000), started):
+                for count, wrong, said in found:
+                    assert count == 1000 and wrong == 0
+                    assert said and all("through peer memory" in how for how in said.values())
     finally:
-        ranks.close()
+        for ranks in started:
+            ranks.close()

@@ -23,7 +23,7 @@ typedef struct te_work {
     int32_t buffers, slots;
     int32_t *buffer; /* of each slot: in which buffer it lies, and where */
     uint64_t *offset;
-    char *libcublaslt;
+    char *libcublaslt, *libcudnn;
     _Atomic(te_program *) programs[MOST_DEVICES];
     atomic_int_fast64_t calls;
 } te_work;
@@ -51,6 +51,7 @@ static void free_work(te_work *work) {
     free(work->buffer);
     free(work->offset);
     free(work->libcublaslt);
+    free(work->libcudnn);
     free(work);
 }
 
@@ -67,7 +68,7 @@ static void publish(te_work *made) {
 }
 
 te_status te_xla_add(int64_t digest, const void *content, size_t bytes, int32_t buffers, int32_t slots,
-                     const int32_t *buffer, const uint64_t *offset, const char *libcublaslt) {
+                     const int32_t *buffer, const uint64_t *offset, const char *libcublaslt, const char *libcudnn) {
     const char *op = "te_xla_add", *to_do = "correct the work";
     if (content == NULL || buffer == NULL || offset == NULL)
         return te_fail(TE_ARGUMENT, op, "a program, and where its slots lie", to_do, "NULL");
@@ -84,7 +85,9 @@ te_status te_xla_add(int64_t digest, const void *content, size_t bytes, int32_t 
     made->buffer = copied(buffer, (size_t)slots * sizeof *buffer);
     made->offset = copied(offset, (size_t)slots * sizeof *offset);
     if (libcublaslt != NULL) made->libcublaslt = copied(libcublaslt, strlen(libcublaslt) + 1);
-    if (!made->content || !made->buffer || !made->offset || (libcublaslt && !made->libcublaslt)) {
+    if (libcudnn != NULL) made->libcudnn = copied(libcudnn, strlen(libcudnn) + 1);
+    if (!made->content || !made->buffer || !made->offset || (libcublaslt && !made->libcublaslt) ||
+        (libcudnn && !made->libcudnn)) {
         free_work(made);
         return te_fail(TE_MEMORY, op, "enough memory", "free some", "%zu bytes", bytes);
     }
@@ -119,6 +122,8 @@ static te_status load(const te_work *work, int32_t device, te_program **program)
     }
     if (status == TE_OK && work->libcublaslt != NULL && runtimes[device]->doors.lt_library == NULL)
         status = te_doors_open_lt(&runtimes[device]->doors, work->libcublaslt);
+    if (status == TE_OK && work->libcudnn != NULL && runtimes[device]->doors.cudnn_library == NULL)
+        status = te_doors_open_cudnn(&runtimes[device]->doors, work->libcudnn);
     if (status == TE_OK) status = te_program_load_memory(runtimes[device], work->content, work->bytes, program);
     if (status != TE_OK) return status;
     if (te_program_slots(*program, 0, &slots, &inputs, &outputs) == TE_OK && inputs == work->slots && !outputs)

@@ -51,9 +51,11 @@ typedef struct {
 } xla_question;
 
 /* Let calls of XLA's find work by the number that they carry: a program of one entry, whose slots lie in the buffers of the
- * call, its operands and then its results. The work stays: an XLA program may outlive all that made it. */
+ * call, its operands and then its results. The work stays: an XLA program may outlive all that made it. Paths of
+ * libraries, NULL where the program needs none. */
 TE_API te_status te_xla_add(int64_t digest, const void *content, size_t bytes, int32_t buffers, int32_t slots,
-                            const int32_t *buffer, const uint64_t *offset, const char *libcublaslt);
+                            const int32_t *buffer, const uint64_t *offset, const char *libcublaslt,
+                            const char *libcudnn);
 /* Load its program onto a device, so that no call has to. */
 TE_API te_status te_xla_load(int64_t digest, int32_t device);
 /* How often XLA has called it, or recorded it in a command buffer; -1: the work is not known. */

@@ -62,7 +62,7 @@ def _register() -> ctypes.CDLL | LibraryError:
         found = c_library.library(*_FUNCTIONS)
         found.te_xla_calls.restype, found.te_xla_calls.argtypes = c_int64, [c_int64]
         found.te_xla_load.argtypes = [c_int64, c_int32]
-        found.te_xla_add.argtypes = [c_int64, c_char_p, c_size_t, c_int32, c_int32, c_void_p, c_void_p, c_char_p]
+        found.te_xla_add.argtypes = [c_int64, c_char_p, c_size_t, *2 * [c_int32], *2 * [c_void_p], *2 * [c_char_p]]
         capsule = jax.ffi.pycapsule(ctypes.cast(found.te_xla_tape, c_void_p).value)
         for platform in ("cpu", "CUDA"):
             stages = {"initialize": capsule, "execute": capsule}
@@ -96,8 +96,8 @@ def _add(found: ctypes.CDLL, work: Work, device: Device) -> None:
     """Give the library its program, and where the slots of that lie in the buffers of a call: the block in the last."""
     program = Program()
     add_entry(program, "call", work.on(device).made.tape, index=device.index)
-    blas = str(libraries.file("cublasLt")).encode() if "cublasLt" in program.facts else None
+    paths = [str(libraries.file(n)).encode() if n in program.facts else None for n in ("cublasLt", "cudnn")]
     content, places = pack(program), work.places(device)
     count, buffers = len(places), places[-1].number + 1
     at = (c_int32 * count)(*(p.number for p in places)), (c_uint64 * count)(*(p.offset for p in places))
-    c_library.check(found, found.te_xla_add(work.digest, content, len(content), buffers, count, *at, blas))
+    c_library.check(found, found.te_xla_add(work.digest, content, len(content), buffers, count, *at, *paths))
