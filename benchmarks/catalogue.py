@@ -54,6 +54,11 @@ BENCHMARKS = {
                  "target", "ok"),
         ratio="of_interpreted", reference="time of forward and backward, 1 = interpreted in the same process",
     ),
+    "players": Benchmark(
+        columns=("case", "recipe", "python fwd us", "c fwd us", "of_python fwd", "python fwd+bwd us", "c fwd+bwd us",
+                 "of_python fwd+bwd", "python peak MiB", "c peak MiB", "equal", "ok"),
+        ratio="of_python fwd+bwd", reference="host time of forward and backward, 1 = TE_CORE_PLAYER=python",
+    ),
     "end_to_end": Benchmark(
         columns=("case", "recipe", "interpreted ms", "ms", "tokens/s", "MFU", "interpreted peak GiB", "peak GiB",
                  "first loss", "last loss", "target", "ok"),
@@ -73,6 +78,10 @@ BENCHMARKS = {
         ratio="of_eager", reference="host time of a step, 1 = eager in the same process", on_cpu=True,
     ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
+    "loss": Benchmark(
+        ("measure", "measure_heads"),
+        columns=("case", "shape", "us", "of_copy", "TB/s", "peak MiB", "of_apart", "target", "ok"),
+    ),
     "padding": Benchmark(
         columns=("case", "gpu us", "host us", "of_plain", "of_plain host"),
         ratio="of_plain", reference="time of forward and backward, 1 = without padding in the same process",
@@ -102,7 +111,13 @@ BENCHMARKS = {
         ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,
     ),
     "overlap": Benchmark(
-        columns=("case", "recipe", "method", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms"),
+        columns=("case", "recipe", "method", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
+                 "plain idle ms", "idle ms", "M, K, N", "whole ms", "halves ms", "copy ms", "halves and copy ms"),
+        ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
+    ),
+    "overlap_defaults": Benchmark(
+        columns=("case", "recipe", "carrier", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
+                 "plain idle ms", "idle ms"),
         ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
     ),
     "debugging": Benchmark(

@@ -1,7 +1,8 @@
 """One step of an FP8 LayerNormMLP (forward, backward, next scales) through each door: te_torch, CuPy, JAX.
 
-    python -m benchmarks.doors [--out FOLDER]
+    python -m benchmarks.doors [--doors "jax" "jax, c" ...] [--out FOLDER]
 
+XLA calls te_core in Python ("jax"), by its library in C ("jax, c"), and that in command buffers ("jax, c, captured").
 Each door runs in a process of its own. `host us`: until the call returns, with the GPU idle before; `us`: a step among
 many, the GPU busy. `busy host us` and `busy us`: the same beside a thread that computes in Python all the time, so that
 whoever wants the interpreter's lock waits for it (up to 5 ms, `sys.getswitchinterval`).
@@ -30,7 +31,19 @@ from typing import Any
 from te_core.recipe import DelayedScaling
 
 SHAPES = {"tiny": (128, 256, 1024), "large": (8192, 4096, 14336)}
-DOORS = ("te_torch", "cupy", "jax")
+#: In one program of XLA's: eight layers, one behind the other.
+DEEP = {"tiny x 8": (128, 256, 1024, 8)}
+#: What is set for the process of each door.
+DOORS: dict[str, dict[str, str]] = {
+    "te_torch": {},
+    "cupy": {},
+    "jax": {"TE_JAX_HANDLER": "python"},
+    "jax, c": {"TE_JAX_HANDLER": "c", "XLA_FLAGS": "--xla_gpu_enable_command_buffer=-CUSTOM_CALL"},
+    "jax, c, captured": {
+        "TE_JAX_HANDLER": "c",
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
+    },
+}
 RECIPE = DelayedScaling(amax_history_len=16)
 
 
@@ -77,8 +90,10 @@ def by_cupy(tokens: int, hidden: int, inner: int) -> tuple[Callable[[], Any], Ca
     return step, np.cuda.Device().synchronize, np.get_default_memory_pool().total_bytes
 
 
-def by_jax(tokens: int, hidden: int, inner: int) -> tuple[Callable[[], Any], Callable[[], None], Callable[[], int]]:
-    """The same under jax.jit; the state is donated."""
+def by_jax(
+    tokens: int, hidden: int, inner: int, layers: int = 1
+) -> tuple[Callable[[], Any], Callable[[], None], Callable[[], int]]:
+    """The same under jax.jit; the states are donated."""
     import jax
     import jax.numpy as jnp
     import te_jax as te
@@ -86,23 +101,25 @@ def by_jax(tokens: int, hidden: int, inner: int) -> tuple[Callable[[], Any], Cal
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((tokens, hidden), (tokens, hidden), (hidden, 2, inner), (inner, hidden))
     x, dy, w1, w2 = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
-    gamma = jnp.ones(hidden, jnp.bfloat16)
+    weights = [(jnp.ones(hidden, jnp.bfloat16), jnp.copy(w1), jnp.copy(w2)) for _ in range(layers)]
+    options: dict[str, Any] = {"activation_type": ("silu", "linear"), "recipe": RECIPE}
 
-    def run(given: Any, state: Any) -> Any:
-        x, gamma, w1, w2 = given
-        options: dict[str, Any] = {"activation_type": ("silu", "linear"), "recipe": RECIPE, "scaling": state}
-        return te.layernorm_mlp(x, gamma, None, [w1, w2], [None, None], "rmsnorm", **options)
+    def run(given: Any, states: Any) -> Any:
+        x, weights = given
+        for (gamma, w1, w2), state in zip(weights, states, strict=True):
+            x = te.layernorm_mlp(x, gamma, None, [w1, w2], [None, None], "rmsnorm", **options, scaling=state)
+        return x
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def grads(given: Any, state: Any, dy: Any) -> Any:
-        _, back = jax.vjp(run, given, state)
+    def grads(given: Any, states: Any, dy: Any) -> Any:
+        _, back = jax.vjp(run, given, states)
         return back(dy)
 
-    kept = {"state": te.scaling(RECIPE, te.layernorm_mlp), "last": None}
+    kept: dict[str, Any] = {"states": [te.scaling(RECIPE, te.layernorm_mlp) for _ in weights], "last": None}
 
     def step() -> None:
         kept["last"] = None  # as torch lets go of gradients before a step
-        kept["last"], kept["state"] = grads((x, gamma, w1, w2), kept["state"], dy)
+        kept["last"], kept["states"] = grads((x, weights), kept["states"], dy)
 
     def wait() -> None:
         jax.block_until_ready(kept["last"])
@@ -157,8 +174,9 @@ def among_us(step: Callable[[], Any], wait: Callable[[], None], rounds: int, cal
 def measured(door: str) -> list[dict[str, Any]]:
     """The rows of a door."""
     rows = []
-    for case, shape in SHAPES.items():
-        step, wait, peak = MAKERS[door](*shape)
+    maker = door.partition(",")[0]
+    for case, shape in (SHAPES | DEEP if maker == "jax" else SHAPES).items():
+        step, wait, peak = MAKERS[maker](*shape)
         host_us(step, wait, 5)  # compiles, loads, records
         row: dict[str, Any] = {"door": door, "case": case, "host us": host_us(step, wait, 60)}
         waited = peak()
@@ -171,9 +189,10 @@ def measured(door: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """All doors, or, with one named, its rows as a line of JSON."""
+    """The doors' rows, or, of --door, its rows as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--door", choices=DOORS)
+    parser.add_argument("--door", choices=DOORS, help="this one, in this process")
+    parser.add_argument("--doors", choices=DOORS, nargs="+", default=list(DOORS), help="these (default: all)")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.door:
@@ -183,10 +202,10 @@ def main() -> None:
 
     rows: list[dict[str, Any]] = []
     begin = time.perf_counter()
-    for door in DOORS:
+    for door in given.doors:
         command = [sys.executable, "-m", "benchmarks.doors", "--door", door]
         paths = os.pathsep.join(filter(None, ["bindings/jax", os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        env = {**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **DOORS[door]}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         if done.returncode:
             print(f"{door} failed: {done.stderr[-1500:]}", file=sys.stderr)

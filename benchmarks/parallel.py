@@ -194,10 +194,11 @@ def step(layer: Any, recipe: Recipe | None, tokens: int, hidden: int, kind: str)
     return work
 
 
-def timed(work: harness.Work, kind: str, rounds: int = ROUNDS) -> float:
+def timed(work: harness.Work, kind: str, rounds: int = ROUNDS, steps: int = STEPS, warm: int = 3) -> float:
     """Milliseconds of a step, in which all ranks begin together."""
-    rounds, steps = (rounds, STEPS) if kind == "cuda" else (1, 1)
-    for _ in range(3 if kind == "cuda" else 1):
+    if kind != "cuda":
+        rounds, steps, warm = 1, 1, 1
+    for _ in range(warm):
         work()
     found = []
     for _ in range(rounds):
@@ -270,6 +271,19 @@ def communication(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
 
 def shown(events: Iterable[dict[str, Any]]) -> float:
     """Milliseconds of a trace in which something travels and nothing is computed."""
+    travels, computes = spans(events)
+    total = sum(stop - start for start, stop in union(travels))
+    return total * (1 - share(travels, computes)) / 1e3 if travels else 0.0
+
+
+def idle(events: Iterable[dict[str, Any]]) -> float:
+    """Milliseconds of a trace, from the first kernel that computes to the last, in which none does."""
+    busy = union(spans(events)[1])
+    return (busy[-1][1] - busy[0][0] - sum(stop - start for start, stop in busy)) / 1e3 if busy else 0.0
+
+
+def spans(events: Iterable[dict[str, Any]]) -> tuple[list[Interval], list[Interval]]:
+    """When something travels between GPUs, and when something is computed."""
     travels: list[Interval] = []
     computes: list[Interval] = []
     for event in events:
@@ -281,8 +295,7 @@ def shown(events: Iterable[dict[str, Any]]) -> float:
             (travels if NCCL in name else computes).append(span)
         elif "ptop" in name or "peer" in name:
             travels.append(span)
-    total = sum(stop - start for start, stop in union(travels))
-    return total * (1 - share(travels, computes)) / 1e3 if travels else 0.0
+    return travels, computes
 
 
 def main(arguments: Sequence[str]) -> int:

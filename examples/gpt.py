@@ -60,10 +60,15 @@ class GPT(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, cache: te.InferenceParams | None = None) -> torch.Tensor:
         """Logits [B, S, V] of the next token at every position; with a cache, the tokens go on where it ends."""
+        return F.linear(self.states(tokens, cache), self.embedding.weight)
+
+    def states(self, tokens: torch.Tensor, cache: te.InferenceParams | None = None) -> torch.Tensor:
+        """What the head reads, [B, S, H]."""
         x = self.embedding(tokens)
         angles = self.rotary(tokens.shape[1] if cache is None else cache.max_sequence_length)
         mask = "causal" if cache is None else "padding_causal"  # sequences in a cache differ in length
         for number, layer in enumerate(self.blocks):
             with te.autocast(enabled=False) if number < self.config.plain_blocks else nullcontext():
                 x = layer(x, self_attn_mask_type=mask, rotary_pos_emb=angles, inference_params=cache)
-        return F.linear(self.norm(x), self.embedding.weight)
+        normed: torch.Tensor = self.norm(x)
+        return normed

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import te_torch as te
 from examples.arguments import UserError
@@ -48,9 +47,8 @@ class Text:
 
 
 def mean_loss(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of foretelling each token [B, S + 1] from those before it."""
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    """Mean cross-entropy of foretelling each token [B, S + 1] from those before it, without all logits at once."""
+    return te.linear_cross_entropy(model.states(tokens[:, :-1]), model.embedding.weight, tokens[:, 1:])
 
 
 class Trainer:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from te_core.ops.gemm import GemmPlan, GemmSpec
     from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVGatherSpec, KVMoveSpec
     from te_core.ops.l2_norm import L2NormOpSpec
+    from te_core.ops.loss import LossOperands, LossOpSpec, LossTerms
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
     from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamSpec, AdamTensors, SgdRule, SgdTensors
     from te_core.ops.padding_order import PaddingOrderSpec
@@ -154,6 +155,7 @@ class Backend(Protocol):
 
     def column_sum(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
     def add(self, rt: Runtime, a: Tensor, b: Tensor, out: Tensor, /) -> None: ...
+    def rank_sum(self, rt: Runtime, parts: Tensor, out: Tensor, /) -> None: ...
     def bias_dropout_add(
         self,
         rt: Runtime,
@@ -168,6 +170,11 @@ class Backend(Protocol):
     ) -> None: ...
     def bias_dropout_add_backward(
         self, rt: Runtime, dy: Tensor, dx: Tensor, p: float, rng: Tensor | None, site: int, column_sum: Tensor | None, /
+    ) -> None: ...
+
+    def loss_rows(self, rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOperands, /) -> None: ...
+    def loss_values(
+        self, rt: Runtime, terms: LossTerms, total: str, facts: Tensor, target: Tensor, losses: Tensor, both: Tensor, /
     ) -> None: ...
 
     # ------------------------------------------------------------------------------------------------ attention

@@ -30,6 +30,7 @@ ATTRIBUTES = {
 
 _NON_BLOCKING = 1  # of cuStreamCreate
 _RELAXED = 2  # of CUstreamCaptureMode
+_MAPPED = 3  # of cuMemHostRegister: for all contexts, and with an address on devices
 LEGACY_STREAM = 1  # DLPack's number and the driver's own handle
 
 _P = c_void_p
@@ -43,6 +44,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuCtxGetCurrent": [POINTER(c_void_p)],
     "cuCtxSetCurrent": [_P],
     "cuCtxPushCurrent_v2": [_P],
+    "cuCtxSynchronize": [],
     "cuCtxPopCurrent_v2": [POINTER(c_void_p)],
     "cuMemPoolCreate": [POINTER(c_void_p), _P],
     "cuMemPoolSetAttribute": [_P, c_int, _P],
@@ -52,7 +54,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemFree_v2": [c_uint64],
     "cuMemcpyHtoDAsync_v2": [c_uint64, _P, c_size_t, _P],
     "cuMemcpyDtoHAsync_v2": [_P, c_uint64, c_size_t, _P],
+    "cuMemcpyAsync": [c_uint64, c_uint64, c_size_t, _P],
     "cuMemsetD8Async": [c_uint64, ctypes.c_ubyte, c_size_t, _P],
+    "cuMemHostRegister_v2": [_P, c_size_t, c_uint],
+    "cuMemHostUnregister": [_P],
+    "cuMemHostGetDevicePointer_v2": [POINTER(c_uint64), _P, c_uint],
+    "cuStreamBatchMemOp_v2": [_P, c_uint, _P, c_uint],
     "cuStreamSynchronize": [_P],
     "cuStreamWaitEvent": [_P, _P, c_uint],
     "cuStreamIsCapturing": [_P, POINTER(c_int)],
@@ -79,6 +86,36 @@ class _PoolProperties(ctypes.Structure):
         ("max_size", c_size_t),
         ("reserved", ctypes.c_ubyte * 56),
     ]
+
+
+class MemoryOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams: a wait for a number in memory, or a write of one."""
+
+    _fields_ = [
+        ("operation", c_int),
+        ("address", c_uint64),
+        ("value", c_uint64),
+        ("flags", c_uint),
+        ("alias", c_uint64),
+        ("reserved", c_uint64),
+    ]
+
+
+#: By word: the CUstreamBatchMemOpType, and flags: a wait is for that very number.
+_OPERATIONS = {"wait": (1, 1), "write": (2, 0)}
+
+
+def flag_operations(*operations: tuple[str, int, int]) -> ctypes.Array[Any]:
+    """For `Driver.flags`, one after another: (word, address of 32 bits, number).
+
+    "wait" until the number stands there, or "write" it, once all that was on the stream before is done, and can be seen
+    by who sees the number.
+    """
+    made = (MemoryOperation * len(operations))()
+    for place, (word, address, value) in zip(made, operations, strict=True):
+        place.operation, place.flags = _OPERATIONS[word]
+        place.address, place.value = address, value
+    return made
 
 
 Block = TypeVar("Block")
@@ -115,17 +152,25 @@ class Driver:
 
     def _check(self, status: int, call: str) -> None:
         if status:
-            name, text = c_char_p(), c_char_p()
-            self._lib.cuGetErrorName(status, byref(name))
-            self._lib.cuGetErrorString(status, byref(text))
-            says = f"{(name.value or b'?').decode()} ({status}): {(text.value or b'').decode()}"
-            raise LibraryError(
-                call,
-                says,
-                "success",
-                "see the message; an earlier kernel's fault may be reported here "
-                "(rerun with CUDA_LAUNCH_BLOCKING=1 to find it)",
-            )
+            raise self.failed(status, call)
+
+    def failed(self, status: int, call: str) -> LibraryError:
+        """What is raised for a status of a call."""
+        name, text = c_char_p(), c_char_p()
+        self._lib.cuGetErrorName(status, byref(name))
+        self._lib.cuGetErrorString(status, byref(text))
+        says = f"{(name.value or b'?').decode()} ({status}): {(text.value or b'').decode()}"
+        return LibraryError(
+            call,
+            says,
+            "success",
+            "see the message; an earlier kernel's fault may be reported here "
+            "(rerun with CUDA_LAUNCH_BLOCKING=1 to find it)",
+        )
+
+    def address(self, name: str) -> int:
+        """Where a function of the library is, for code that calls it by itself."""
+        return ctypes.cast(getattr(self._lib, name), c_void_p).value or 0
 
     # ------------------------------------------------------------------------------ devices and contexts
 
@@ -335,7 +380,7 @@ class Driver:
                 self.copy_to_device(address, ctypes.addressof(host), len(content), stream)
                 self.synchronize(stream)
             finally:
-                self._lib.cuStreamDestroy_v2(stream)
+                self.destroy_stream(stream)
         return address
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
@@ -350,11 +395,33 @@ class Driver:
         """Set bytes on the stream."""
         self._check(self._lib.cuMemsetD8Async(address, value, nbytes, stream), "cuMemsetD8Async")
 
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Device to device on the stream, also to and from memory of another device that is mapped here."""
+        self._check(self._lib.cuMemcpyAsync(to, source, nbytes, stream), "cuMemcpyAsync")
+
+    def register(self, index: int, host: int, nbytes: int) -> int:
+        """The address by which a device knows these pages of the host, which stay where they are."""
+        address = c_uint64(0)
+        with self.at_first_use(index):
+            self._check(self._lib.cuMemHostRegister_v2(host, nbytes, _MAPPED), "cuMemHostRegister")
+            self._check(self._lib.cuMemHostGetDevicePointer_v2(byref(address), host, 0), "cuMemHostGetDevicePointer")
+        return address.value
+
+    def unregister(self, index: int, host: int) -> None:
+        """Let go of them, once nothing on the device uses them."""
+        with self.at_first_use(index):
+            self._check(self._lib.cuMemHostUnregister(host), "cuMemHostUnregister")
+
     # ------------------------------------------------------------------------------ streams and events
 
     def synchronize(self, stream: int) -> None:
         """Wait for the work on a stream."""
         self._check(self._lib.cuStreamSynchronize(stream), "cuStreamSynchronize")
+
+    def synchronize_device(self, index: int) -> None:
+        """Wait for all work that a device has."""
+        with self.on(index):
+            self._check(self._lib.cuCtxSynchronize(), "cuCtxSynchronize")
 
     def is_capturing(self, stream: int) -> bool:
         """Whether a CUDA graph is being captured from the stream."""
@@ -367,6 +434,10 @@ class Driver:
         made = c_void_p()
         self._check(self._lib.cuStreamCreate(byref(made), _NON_BLOCKING), "cuStreamCreate")
         return made.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """Give a stream back once its work is done."""
+        self._check(self._lib.cuStreamDestroy_v2(stream), "cuStreamDestroy")
 
     def create_event(self, *, timing: bool = False) -> int:
         """An event of the current context."""
@@ -389,6 +460,14 @@ class Driver:
         self._check(self._lib.cuEventElapsedTime(byref(value), start, stop), "cuEventElapsedTime")
         return value.value
 
+    def wait(self, stream: int, event: int) -> None:
+        """Make the stream wait for the work that an event marks."""
+        self._check(self._lib.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
+
+    def flags(self, stream: int, made: ctypes.Array[Any]) -> None:
+        """What `flag_operations` made, on the stream: no multiprocessor is used."""
+        self._check(self._lib.cuStreamBatchMemOp_v2(stream, len(made), ctypes.addressof(made), 0), "cuStreamBatchMemOp")
+
     def order_streams(self, index: int, producer: int, consumer: int) -> None:
         """Make the consumer stream wait for the work now on the producer stream.
 
@@ -404,7 +483,7 @@ class Driver:
             if index not in events:
                 events[index] = self.create_event()
             self.record(events[index], producer)
-            self._check(self._lib.cuStreamWaitEvent(consumer, events[index], 0), "cuStreamWaitEvent")
+            self.wait(consumer, events[index])
 
 
 def _open_libcuda() -> ctypes.CDLL:

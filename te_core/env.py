@@ -1,4 +1,4 @@
-"""Every environment variable that te_core and te_torch read, in one place: what it says, and what it may say.
+"""Every environment variable that te_core, te_torch and te_jax read, in one place: what it says, and what it may say.
 
 A number or a switch that cannot be made out costs one warning, and its default counts; so does a text that is not
 UTF-8, but for paths. A word that chooses how something is computed is refused by what takes it. Recipes read theirs
@@ -50,6 +50,9 @@ VARIABLES: dict[str, Variable] = {
     "TE_CORE_LIBRARY_PATH": Variable(
         "folders searched for CUDA libraries before the pip wheels, separated by ':'", "path", ""
     ),
+    "TE_CORE_LIBRARY": Variable(
+        "te_core's library in C, libte_core.so (default: the wheel's, then the one that bindings/c built)", "path", ""
+    ),
     "TE_CORE_AUTOTUNE": Variable("1: time the candidate algorithms of each GEMM once and remember the fastest"),
     "TE_CORE_TAPES": Variable(
         "when a layer's call is recorded, to be replayed from then on: the first or the second time that its shapes "
@@ -57,7 +60,20 @@ VARIABLES: dict[str, Variable] = {
         ("first", "second", "never"),
         "second",
     ),
+    "TE_CORE_PLAYER": Variable(
+        "what replays a recorded call on a GPU: Python, or te_core's library in C", ("python", "c"), "python"
+    ),
+    "TE_JAX_HANDLER": Variable(
+        "what XLA's calls of te_jax run in on a GPU: the library in C, where it is there and can, Python, or c: to be "
+        "without the library is an error",
+        ("auto", "c", "python"),
+        "auto",
+    ),
     "LOCAL_WORLD_SIZE": Variable("processes on each host, as torchrun sets it (0: unknown)", "number"),
+    "UB_TIMEOUT": Variable(
+        "seconds that a rank waits for another one in a product that overlaps (default 110)", "number", "110", 1
+    ),
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": Variable("1: ranks that share a GPU may read each other's memory"),
     # norms
     "NVTE_FWD_LAYERNORM_SM_MARGIN": Variable("multiprocessors that forward norm kernels leave free", "number"),
     "NVTE_BWD_LAYERNORM_SM_MARGIN": Variable("the same of backward ones", "number"),
@@ -277,7 +293,7 @@ def set_now() -> Iterator[tuple[str, str, str]]:
             yield shown(name), shown(text), f"NOT known{f': {near} is' if near else ''}"
 
 
-_OURS = ("NVTE", "TE_CORE")
+_OURS = ("NVTE", "TE_CORE", "TE_JAX")
 
 
 def _warn_of_misspelt() -> None:
@@ -318,6 +334,12 @@ def library_path() -> list[Path]:
     return [Path(p) for p in os.environ.get("TE_CORE_LIBRARY_PATH", "").split(":") if p]
 
 
+def library() -> Path | None:
+    """te_core's library in C, where it is named."""
+    text = os.environ.get("TE_CORE_LIBRARY", "")
+    return Path(text) if text else None
+
+
 def norm_sm_margins() -> dict[str, int]:
     """Multiprocessors that norm kernels leave to others: what the documented variables say, by phase."""
     names = {"forward": "FWD", "backward": "BWD", "inference": "INF"}
@@ -333,6 +355,11 @@ def local_ranks() -> int:
 def tapes() -> str:
     """When calls of layers are recorded."""
     return chosen("TE_CORE_TAPES", word("TE_CORE_TAPES"))
+
+
+def jax_handler() -> str:
+    """What XLA's calls run in on a GPU."""
+    return chosen("TE_JAX_HANDLER", word("TE_JAX_HANDLER"))
 
 
 def autotune() -> bool:

@@ -92,10 +92,10 @@ def _add(program: Program, name: str, example: Example) -> None:
     gradients = None
     if isinstance(call, Call) and example.backward:
         gradients = [f"grad.{a.name or a.core}" for a in call.layer.arguments]
-    add_entry(program, name, tape, _said(example), example.rt.device.index, gradients)
+    add_entry(program, name, tape, said(example), example.rt.device.index, gradients)
 
 
-def _said(example: Example) -> str:
+def said(example: Example) -> str:
     """The call, for who records it anew."""
     if not isinstance(example.call, Call):
         function = example.call.func if isinstance(example.call, partial) else example.call

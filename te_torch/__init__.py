@@ -44,6 +44,7 @@ from te_torch.tools.foreign_norms import register_norm
 from te_torch.tools.memory_report import measure_saved, memory_report
 from te_torch.tools.precision_report import precision_report
 from te_torch.training.checkpoint import checkpoint
+from te_torch.training.cross_entropy import linear_cross_entropy, parallel_cross_entropy
 from te_torch.training.export import onnx_export
 from te_torch.training.graphs.make import make_graphed_callables
 from te_torch.training.moe import (
@@ -64,15 +65,15 @@ from te_torch.utils import torch_version as torch_version
 __all__ = [
     "CudaRNGStatesTracker", "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams",
     "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "ManualOffloadSynchronizer", "MultiheadAttention",
-    "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "UserBufferQuantizationMode", "autocast", "checkpoint",
-    "constants", "convert", "deinterleave_glu_tensor", "destroy_ub", "fp8_autocast", "fp8_model_init",
+    "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "UserBufferQuantizationMode", "autocast",
+    "checkpoint", "constants", "convert", "deinterleave_glu_tensor", "destroy_ub", "fp8_autocast", "fp8_model_init",
     "get_cpu_offload_context", "get_cudnn_version", "get_default_recipe", "get_device_compute_capability",
     "initialize_ub", "interleave_glu_tensor", "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available", "make_graphed_callables", "mark_not_offload", "measure_saved",
-    "memory_report", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
+    "is_mxfp8_available", "is_nvfp4_available", "linear_cross_entropy", "make_graphed_callables", "mark_not_offload",
+    "measure_saved", "memory_report", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
     "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report",
-    "onnx_export", "optimizers", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init",
-    "register_norm", *_context, *_tensors,
+    "onnx_export", "optimizers", "parallel_cross_entropy", "plain_state_dict", "precision_report", "prepare_state",
+    "quantized_model_init", "register_norm", *_context, *_tensors,
 ]  # fmt: skip
 
 __getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS, ("debug",))

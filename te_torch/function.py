@@ -339,7 +339,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
-            _refuse_double_backward()
+            refuse_double_backward()
         call, state, extra = ctx.run.call, ctx.run.state, ctx.run.extra
         if grads[0] is None and not any(g is not None for g in grads):
             return (None,) * (1 + ctx.inputs)
@@ -392,7 +392,7 @@ def _as_returned(ctx: Any, found: Sequence[torch.Tensor | None], options: Mappin
         found = [*found]
         for position, weight, sink in zip(ctx.run.call.layer.weights, ctx.weights, options["sinks"], strict=True):
             if sink is not None and sink.main is not None:
-                found[position] = _stand_in_gradient(weight)
+                found[position] = stand_in_gradient(weight)
     missing = ctx.inputs - len(found)
     return (None, *found[: ctx.inputs], *[None] * missing)
 
@@ -429,7 +429,7 @@ def _options_with(extra: Extra, call: Call, weights: Sequence[torch.Tensor | Non
 def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
     main = accumulate = None
     if extra.fused:
-        main = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
+        main = main_grad_of(weight)
         if not _takes(main, weight):
             raise _no_main_grad(main, weight)
         accumulate = extra.first_microbatch is not True and not getattr(weight, "overwrite_main_grad", False)
@@ -437,6 +437,11 @@ def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
         return None
     queue = None if extra.queue is None else extra.queue[index]
     return Sink(None if main is None else in_place(main), bool(accumulate), queue)
+
+
+def main_grad_of(weight: torch.Tensor) -> Any:
+    """Where a weight wants its gradient, if it says so."""
+    return weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
 
 
 def _takes(main: Any, weight: torch.Tensor) -> bool:
@@ -471,7 +476,7 @@ def _no_main_grad(main: Any, weight: torch.Tensor) -> ArgumentError:
     )
 
 
-def _stand_in_gradient(weight: torch.Tensor) -> torch.Tensor | None:
+def stand_in_gradient(weight: torch.Tensor) -> torch.Tensor | None:
     """What autograd gets when the gradient went into `main_grad`: nothing, or, for hooks that wait for one, a dummy."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -487,7 +492,8 @@ _frees_saved = hasattr(_Eager, "maybe_clear_saved_tensors")
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def _refuse_double_backward() -> None:
+def refuse_double_backward() -> None:
+    """What a backward does that runs in grad mode."""
     raise UnsupportedError(
         "backward", "create_graph=True", "first derivatives", "use torch.nn layers where second ones are needed"
     )

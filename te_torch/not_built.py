@@ -31,7 +31,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb",
         "load_framework_extension": "nothing: there is no extension to load",
         "newton_schulz": _MUON,
-        "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
     },
     "pytorch.jit": {
         "dgelu_fused_": "torch.ops.aten.gelu_backward(grad, x, approximate='tanh')",
@@ -138,7 +137,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "layernorm_bwd; FusedAttnBackend, META_*, QKVFormat, get_cublas_workspace_size_bytes",
         "te_core.ops, on te_core tensors",
     ),
-    "pytorch.cross_entropy": ("parallel_cross_entropy", "torch.nn.functional.cross_entropy on whole rows, in float32"),
     "pytorch.custom_recipes.gemm": ("GEMMType, MMParams, custom_gemm", "te_core.ops.gemm"),
     "pytorch.custom_recipes.reference_current_scaling": (
         "CurrentScalingQuantizerRef, CurrentScalingTensorRef, current_scaling_ref_factory",
@@ -188,6 +186,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 BEHIND_ALIAS = (
     "cpu_offload",
     "cpu_offload_v1",
+    "cross_entropy",
     "distributed",
     "float8_tensor",
     "fp8",

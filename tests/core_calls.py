@@ -17,6 +17,7 @@ from te_core.ops.activation import Clamp
 from te_core.ops.attention_terms import Terms
 from te_core.ops.context import Span
 from te_core.ops.kv_cache import KVCache
+from te_core.ops.loss import LossTerms
 from te_core.ops.norm import Branch
 from te_core.ops.quantize import ScalingState
 from te_core.ops.softmax import Band
@@ -70,6 +71,10 @@ def _matrices(rt: Runtime) -> Calls:
         "amax_many out": (([x, x],), {"out": tensor(rt, 2)}),
         "bias_dropout_add out": ((x, None, x), {"p": 0.0, "out": other}),
         "l2_norm_forward odd": ((x,), {"eps": 1e-6}),
+        "loss_gradient with facts": (
+            (x, ints(rt, *range(M))),
+            {"terms": LossTerms(K, 0, -100, 0.1, 1e-3), "out": other, "facts": tensor(rt, M, 3)},
+        ),
         "norm_forward RMSNorm": ((x, gamma, None), {"kind": "RMSNorm", "eps": 1e-5}),
         "norm_forward dropout": (
             (x, gamma, gamma),

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From low to high. A floor lists its rooms; `te_core.ops` stands for everything below that package.
 GROUND = (
-    "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries driver device "
-    "recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols tokens"
+    "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries c_library driver "
+    "device recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols tokens"
 )
 TORCH_GROUND = (
     "doors draws exchange export forks runtime quantized precisions program_names program_specs module_names likeness "
@@ -37,7 +37,7 @@ FLOORS: dict[str, list[str]] = {
     "tape": ["te_core.tape"],
     "calls": ["te_core.calls"],
     "functional": ["te_core.functional"],
-    "face": ["te_core.tools", "te_core.doctor", "te_core.program", "te_core"],
+    "face": ["te_core.tools", "te_core.doctor", "te_core.program", "te_core.embed", "te_core.config", "te_core"],
     "torch ground": [f"te_torch.{room}" for room in TORCH_GROUND.split()],
     "torch tensors": ["te_torch.tensors"],
     "torch state": [f"te_torch.{room}" for room in TORCH_STATE.split()],

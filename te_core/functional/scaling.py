@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,25 +60,14 @@ class Scaling:
             self._make(like, precision)
 
     def _make(self, like: Any, precision: Precision) -> None:
-        home, history = library_of(like), precision.history
-        assert history is not None and precision.input is not None and precision.grad is not None
-        if callable(history.amax_algo) or history.scale_algo is not None:
-            do = 'choose amax_compute_algo="max" or "most_recent", without scaling_factor_compute_algo'
-            raise UnsupportedError("Scaling", "a recipe with a function of the user's", "recipes without", do)
+        home = library_of(like)
         self.device = read("Scaling", "like", like).device
         self._home = home
-        rt = home.runtime(self.device)
-        parts = []
-        for suffix, slots, rule in (("fwd", FORWARD_SLOTS, precision.input), ("bwd", BACKWARD_SLOTS, precision.grad)):
-            n = self.gemms * slots
-            ones, zeros = np.ones(n, np.float32), np.zeros((history.length, n), np.float32)
-            scale, used, amax = rt.tensor(ones), rt.tensor(ones), rt.tensor(zeros)
-            parts.append(ScalingState(scale, amax, used, rule.dtype.max * 2.0**-history.margin))
-            for name, t in ((f"scale_{suffix}", scale), (f"amax_history_{suffix}", amax)):
+        self.states = new_states(home.runtime(self.device), precision, self.gemms)
+        for suffix, state in zip(("fwd", "bwd"), self.states, strict=True):
+            for name, t in ((f"scale_{suffix}", state.scale), (f"amax_history_{suffix}", state.history)):
                 self._tensors[name], self._arrays[name] = t, home.give(t)
-        self.states = tuple(parts)
-        rows = [row for state in parts for row in (state.scale, state.history.rows(0, 1).reshape(state.scale.size))]
-        self.scales = Scales(*rows)
+        self.scales = views_of(self.states)
 
     def runtime(self) -> Runtime:
         """Where its arrays' library works now."""
@@ -127,6 +116,27 @@ class Scaling:
     def __repr__(self) -> str:
         rows = f", {self._tensors['amax_history_fwd'].shape[0]} rows" if self._tensors else ", without a history"
         return f"Scaling({self.layer.name}, {self.gemms} products{rows})"
+
+
+def new_states(rt: Runtime, precision: Precision, gemms: int) -> tuple[ScalingState, ScalingState]:
+    """What a recipe with a history begins with for so many products: forward's and backward's."""
+    history = precision.history
+    assert history is not None and precision.input is not None and precision.grad is not None
+    if callable(history.amax_algo) or history.scale_algo is not None:
+        do = 'choose amax_compute_algo="max" or "most_recent", without scaling_factor_compute_algo'
+        raise UnsupportedError("Scaling", "a recipe with a function of the user's", "recipes without", do)
+    parts = []
+    for slots, rule in ((FORWARD_SLOTS, precision.input), (BACKWARD_SLOTS, precision.grad)):
+        ones, zeros = np.ones(gemms * slots, np.float32), np.zeros((history.length, gemms * slots), np.float32)
+        scale, used, amax = rt.tensor(ones), rt.tensor(ones), rt.tensor(zeros)
+        parts.append(ScalingState(scale, amax, used, rule.dtype.max * 2.0**-history.margin))
+    return parts[0], parts[1]
+
+
+def views_of(states: Sequence[ScalingState]) -> Scales:
+    """What a layer's calls read and raise of them."""
+    rows = [row for state in states for row in (state.scale, state.history.rows(0, 1).reshape(state.scale.size))]
+    return Scales(*rows)
 
 
 def check_scaling(operation: str, scaling: Any, precision: Precision | None, rt: Runtime, gemms: int) -> Scales | None:

@@ -75,7 +75,7 @@ class Kernel:
         except struct.error as error:
             raise self._argument_error(args, error) from error
         if shared > self._shared:
-            self._raise_shared(shared)
+            self.allow(shared)
         sizes = _three(grid) + _three(block)
         entered = executor.driver.enter(executor.context) if executor.context else False
         try:
@@ -114,7 +114,7 @@ class Kernel:
         grid, block, shared = sizes
         pointer = ctypes.c_uint64(ctypes.addressof(table))  # the driver copies the struct before the call returns
         if shared > self._shared:
-            self._raise_shared(shared)
+            self.allow(shared)
         self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, ctypes.addressof(pointer), 0)
 
     @property
@@ -137,7 +137,8 @@ class Kernel:
         """A CUfunction_attribute of the kernel: 4 is registers a thread, 3 local bytes (spills), 1 shared bytes."""
         return int(self._driver.funcGetAttribute(number, self._function))
 
-    def _raise_shared(self, shared: int) -> None:
+    def allow(self, shared: int) -> None:
+        """Launches may ask for so many dynamic bytes."""
         with _lock:  # what the driver was told last is what is remembered
             if shared > self._shared:
                 self._driver.funcSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared)
@@ -169,8 +170,7 @@ class Launch:
     def bind(self, bound: Any, rt: Runtime) -> None:
         """The arguments are packed where the executor keeps them, and the driver copies them from there."""
         kernel, sizes, arguments = self.kernel, self.sizes, rt.executor().arguments
-        if sizes[6] > kernel._shared:
-            kernel._raise_shared(sizes[6])
+        kernel.allow(sizes[6])
         behind = [patch._replace(number=patch.number + 2) for patch in self.patches]
         bound.call(self, kernel._pack, (arguments.values, 0, *self.args), behind)
         bound.call(self, kernel._launch, (kernel._function, *sizes, STREAM, arguments.pointers, 0), ())
@@ -194,8 +194,7 @@ class TableLaunch:
     def bind(self, bound: Any, rt: Runtime) -> None:
         """Its bytes are changed where they will be read."""
         kernel, (grid, block, shared) = self.kernel, self.sizes
-        if shared > kernel._shared:
-            kernel._raise_shared(shared)
+        kernel.allow(shared)
         table = ctypes.create_string_buffer(self.table, len(self.table))
         pointer = ctypes.c_uint64(ctypes.addressof(table))  # the driver copies the struct before the call returns
         bound.keep(pointer)

@@ -30,12 +30,88 @@ class Handle(Protocol):
         ...
 
 
+#: The kinds of rooms (`Peers.room`): of parts of an operand, and of summands of a result.
+OPERAND, OUTPUT = "operand", "output"
+
+
+class Room(Protocol):
+    """One use of a room, as one rank has it."""
+
+    @property
+    def memory(self) -> Tensor:
+        """This rank's piece, as bytes."""
+        ...
+
+    def push(self, rt: Runtime, to: int, offset: int, t: Tensor) -> Handle:
+        """The bytes of t go to this offset in the piece of rank `to`, which may be this one."""
+        ...
+
+    def pull(self, rt: Runtime, source: int, offset: int, out: Tensor) -> Handle:
+        """out = what stands at this offset in the piece of rank `source`."""
+        ...
+
+    def announce(self, rt: Runtime, to: int) -> None:
+        """Rank `to` may go on behind its `await_`, once all that was asked for so far is done here."""
+        ...
+
+    def await_(self, rt: Runtime, source: int) -> Handle:
+        """Later transfers, and what waits for this, come behind the announcement of rank `source`."""
+        ...
+
+    def leave(self, rt: Runtime) -> None:
+        """Once what was asked for so far is done, this rank reads and writes no piece, and others may write into its
+        own."""
+        ...
+
+
+class Peers(Protocol):
+    """One rank of a group whose ranks read and write each other's memory.
+
+    A communicator may offer it (`Communicator.peers`, else None). A *room* is a piece of memory on every rank, of one
+    size; offsets mean the same on all of them. One *use* of a room is the way of one tensor through the group:
+
+        room = peers.room(rt, OPERAND, capacity)   the use begins
+        room.push(rt, own rank, 0, part)           into the own piece, or into that of another rank
+        room.announce(rt, rank)                    to each other rank: it may see what was done so far
+        room.await_(rt, rank)                      of each other rank: what follows comes behind its announcement
+        room.pull(rt, rank, 0, out)
+        room.leave(rt)                             the use is over, as far as this rank is concerned
+
+    **Order.** The transfers of a rank (push, pull, announce, await_, leave) run one after another in the order in which
+    they are asked for, whatever `rt` they are asked on, each behind all that its `rt` had been given by then. They run
+    beside later work of `rt`. Only `wait()` of a handle has work wait for them: later work of the `rt` on which the
+    transfer was asked for. The host waits for nothing. A tensor belongs to its transfer until `wait()` of its handle,
+    or of a later one.
+
+    **Uses.** All ranks begin the same uses in the same order. In each, every rank announces once to every other rank,
+    awaits it once, and leaves. There are two rooms of a kind, which uses take by turns. Work of `rt` behind `room()`,
+    and so all transfers of the use, wait until every other rank has left the last use of the same room. So whoever
+    writes into a room, into whichever piece, destroys nothing that is still read; and a rank that is ahead waits only
+    for one that is a whole use behind.
+
+    **Nothing waits in a circle**, not even where all work of a rank runs in the order in which it was asked for: a rank
+    announces before it awaits, and leaves a use before it begins the next but one of its kind.
+
+    Give `room` the most bytes that any use of the kind takes: memory is made when more is asked for than there is, by
+    all ranks together, which is refused in the capture of a graph. What memory holds when a use begins is undefined.
+    """
+
+    def room(self, rt: Runtime, kind: str, nbytes: int) -> Room:
+        """Begin a use of the next room of a kind, of at least so many bytes on each rank."""
+        ...
+
+
 class Communicator(Protocol):
     """One rank of a group, as one layer has it."""
 
     met: bool  # whether the ranks have agreed on what this layer runs
     agreed: set[str]  # on what they have agreed before, in words
     around: Facts  # what the ranks compare of the module around the layer (te_core.layers.meeting)
+
+    def peers(self, rt: Runtime) -> Peers | None:
+        """Memory of this device that its ranks read without each other's help, if they have any; all of them ask alike,
+        and get it or do not."""
+        ...
 
     @property
     def rank(self) -> int:
@@ -113,6 +189,15 @@ class InProcessRanks:
         """The communicator of a rank."""
         return InProcessCommunicator(self, rank)
 
+    def peers_of(self, rank: int) -> Peers | None:
+        """Memory that ranks read without each other's help: none here (te_core.layers.peers has ranks with it)."""
+        return None
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank has failed."""
+        return self._barrier.broken
+
     def run(self, function: Callable[[InProcessCommunicator], Any]) -> list[Any]:
         """What the function returns on each rank, in a thread of its own; the first error, if one raises."""
         results: list[Any] = [None] * self.size
@@ -164,6 +249,10 @@ class InProcessCommunicator:
         self._ranks, self.rank, self.size = ranks, rank, ranks.size
         self.met, self.agreed = False, set[str]()
         self.around: Facts = {}
+
+    def peers(self, rt: Runtime) -> Peers | None:
+        """See `Communicator`."""
+        return self._ranks.peers_of(self.rank)
 
     def _collective(self, name: str, t: Tensor, fill: Callable[[list[np.ndarray[Any, Any]]], None]) -> Handle:
         self._ranks.log[self.rank].append((name, t.nbytes))

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from te_core import dtypes
-from te_core.layers.communicator import Communicator, Handle, as_bytes
+from te_core.layers.carriers import Calls, Carrier
+from te_core.layers.communicator import Communicator, Handle
 from te_core.ops import raw as ops
 from te_core.precision import Operand
 from te_core.quantized import BLOCK, Copy, Format, QuantizedTensor, pieces_of
@@ -73,32 +74,40 @@ def of_one_scale(rt: Runtime, comm: Communicator, part: QuantizedTensor, columns
 class Gathering:
     """A matrix on its way: `wait()` gives it whole."""
 
-    def __init__(self, rt: Runtime, comm: Communicator, finish: Callable[[], Value]) -> None:
-        self._rt, self._comm, self._finish = rt, comm, finish
-        self._handles: list[Handle] = []
-        self._held: list[Tensor] = []
+    def __init__(self, rt: Runtime, carrier: Carrier, size: int) -> None:
+        self.rt, self.size, self._carrier = rt, size, carrier
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._handle: Handle | None = None
+        self._finish: Callable[[], Value] | None = None
 
     def send(self, part: Tensor, out: Tensor) -> None:
-        """Begin to put `out` together of the ranks' parts."""
-        self._held += [part, out]
-        self._handles.append(self._comm.all_gather(self._rt, as_bytes(part), as_bytes(out)))
+        """`out` is to be put together of the ranks' parts."""
+        self._pairs.append((part, out))
+
+    def begin(self, finish: Callable[[], Value]) -> Gathering:
+        """All is on its way; `finish` makes the whole of it."""
+        self._handle, self._finish = self._carrier.gather(self.rt, self._pairs), finish
+        return self
 
     def wait(self) -> Value:
         """The whole."""
-        for handle in self._handles:
-            handle.wait()
+        assert self._handle is not None and self._finish is not None
+        self._handle.wait()
         made = self._finish()
-        self._held.clear()
+        self._pairs = []
         return made
 
 
-def gather(rt: Runtime, comm: Communicator, part: Value, columns: bool = False) -> Gathering:
+def gather(
+    rt: Runtime, comm: Communicator, part: Value, columns: bool = False, carrier: Carrier | None = None
+) -> Gathering:
     """Begin to put together a matrix of the ranks' parts, its rowwise copy or (`columns`) its columnwise one."""
+    found = Gathering(rt, carrier or Calls(comm), comm.size)
     if isinstance(part, Tensor):
-        return _gather_plain(rt, comm, part)
+        return _gather_plain(rt, found, part)
     if columns and not turns(part.format):
-        return _gather_columns(rt, comm, part)
-    return _gather_rows(rt, comm, part)
+        return _gather_columns(rt, found, part)
+    return _gather_rows(rt, found, part)
 
 
 def turned(rt: Runtime, whole: QuantizedTensor) -> QuantizedTensor:
@@ -113,11 +122,10 @@ def turned(rt: Runtime, whole: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(form, whole.shape, None, Copy(data, scale, None))
 
 
-def _gather_plain(rt: Runtime, comm: Communicator, part: Tensor) -> Gathering:
-    out = rt.empty((part.shape[0] * comm.size, *part.shape[1:]), part.dtype)
-    found = Gathering(rt, comm, lambda: out)
+def _gather_plain(rt: Runtime, found: Gathering, part: Tensor) -> Gathering:
+    out = rt.empty((part.shape[0] * found.size, *part.shape[1:]), part.dtype)
     found.send(part, out)
-    return found
+    return found.begin(lambda: out)
 
 
 def _room(rt: Runtime, form: Format, shape: tuple[int, int], columns: bool) -> QuantizedTensor:
@@ -133,9 +141,9 @@ def _room(rt: Runtime, form: Format, shape: tuple[int, int], columns: bool) -> Q
     return made
 
 
-def _gather_rows(rt: Runtime, comm: Communicator, part: QuantizedTensor) -> Gathering:
+def _gather_rows(rt: Runtime, found: Gathering, part: QuantizedTensor) -> Gathering:
     form, (m, k) = part.format, part.shape
-    rows = m * comm.size
+    rows = m * found.size
     whole = _room(rt, form, (rows, k), False)
     data, scale = part.rowwise, part.rowwise_scale
     assert data is not None and scale is not None and whole.rowwise is not None and whole.rowwise_scale is not None
@@ -151,7 +159,6 @@ def _gather_rows(rt: Runtime, comm: Communicator, part: QuantizedTensor) -> Gath
             ops.resize(rt, ops.transpose(rt, scales), *target.shape, out=target)
             return whole
 
-    found = Gathering(rt, comm, finish)
     found.send(data.rows(0, m), whole.rowwise.rows(0, rows))
     if form.scaling == "tensor":
         whole.rowwise_scale = scale
@@ -165,21 +172,20 @@ def _gather_rows(rt: Runtime, comm: Communicator, part: QuantizedTensor) -> Gath
         found.send(part.rowwise_amax, whole.rowwise_amax)
     elif part.rowwise_amax is not None:
         whole.rowwise_amax = part.rowwise_amax
-    return found
+    return found.begin(finish)
 
 
-def _gather_columns(rt: Runtime, comm: Communicator, part: QuantizedTensor) -> Gathering:
+def _gather_columns(rt: Runtime, found: Gathering, part: QuantizedTensor) -> Gathering:
     form, (m, k) = part.format, part.shape
-    rows, step = m * comm.size, BLOCK[part.format.scaling]
+    rows, step = m * found.size, BLOCK[part.format.scaling]
     whole = _room(rt, form, (rows, k), True)
     data, scale = part.columnwise, part.columnwise_scale
     target, scales = whole.columnwise, whole.columnwise_scale
     assert data is not None and scale is not None and target is not None and scales is not None
     if not form.transposed:  # mxfp8: [M, K] with its scales along M
-        found = Gathering(rt, comm, lambda: whole)
         found.send(data, target)
         found.send(scale.rows(0, m // step), scales.rows(0, rows // step))
-        return found
+        return found.begin(lambda: whole)
     lines = rt.empty((target.shape[1], target.shape[0]), target.dtype)
     by_block = form.scaling == "nvfp4"  # its scales lie line by line, those of the others block by block
     blocks = rt.empty((rows // step, scales.shape[0]), scales.dtype) if by_block else scales
@@ -190,8 +196,7 @@ def _gather_columns(rt: Runtime, comm: Communicator, part: QuantizedTensor) -> G
             ops.resize(rt, ops.transpose(rt, blocks), *scales.shape, out=scales)
         return whole
 
-    found = Gathering(rt, comm, finish)
     found.send(ops.transpose(rt, data), lines)
     found.send(ops.transpose(rt, scale).rows(0, m // step) if by_block else scale, blocks)
     whole.columnwise_amax = part.columnwise_amax
-    return found
+    return found.begin(finish)

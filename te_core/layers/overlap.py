@@ -14,19 +14,21 @@ way while the next is multiplied.
 
 Values are those of the plain product, bit for bit where a product of m rows (or of some columns) gives the bits that
 one of M rows has in these places. Whether a call overlaps depends on what all ranks have alike: its spec and shapes.
-What travels goes by `send_recv` and `reduce_scatter` of the communicator.
+How parts and summands travel is a `Carrier`'s business (te_core/layers/carriers.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from te_core import dtypes
 from te_core.errors import UnsupportedError
-from te_core.layers.communicator import Communicator, Handle, as_bytes
+from te_core.layers import overlap_choice
+from te_core.layers.carriers import Calls, Carrier, Summands, carrier_of, join, lanes, order
+from te_core.layers.communicator import Communicator, Handle
 from te_core.layers.gathered import turns
 from te_core.ops import raw as ops
 from te_core.quantized import PAD, Copy, QuantizedTensor, pieces_of
@@ -34,8 +36,8 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 Value = Tensor | QuantizedTensor
-#: (a, b, out): one product of rows of a and rows (or columns) of b.
-Multiply = Callable[[Value, Value, Tensor], None]
+#: (rt, a, b, out): one product of rows of a and rows (or columns) of b.
+Multiply = Callable[[Runtime, Value, Value, Tensor], None]
 
 RING, PIPELINE, BULK, EXTERNAL = METHODS = ("ring_exchange", "pipeline", "bulk", "external")
 
@@ -46,6 +48,7 @@ class Way:
 
     method: str  # one of METHODS
     splits: int = 0  # pieces of a pipeline
+    chosen: bool = True  # somebody has said so; else the fastest that was measured is taken, for which this stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +66,19 @@ class Overlap:
 class Overlapping:
     """One call's overlap: which of its products do, and what is on its way."""
 
-    __slots__ = ("_ring", "comm", "ran", "spec", "ways")
+    __slots__ = ("_carrier", "_ring", "comm", "ran", "spec", "ways")
 
     def __init__(self, spec: Any, ways: Overlap, ran: dict[str, str], comm: Communicator) -> None:
         self.spec, self.ways, self.ran, self.comm = spec, ways, ran, comm
         self._ring: Ring | None = None
+        self._carrier: Carrier | None = None
+
+    def carrier(self, rt: Runtime) -> Carrier:
+        """How what overlaps travels."""
+        found = self._carrier
+        if found is None:
+            found = self._carrier = carrier_of(rt, self.comm, self.ways.capacity, self.spec.dtype)
+        return found
 
     def begin(self, rt: Runtime, gemm: str, part: Value, plain: bool) -> bool:
         """Have the other ranks' parts of a gathered operand come, if this GEMM multiplies part by part.
@@ -76,13 +87,14 @@ class Overlapping:
         """
         if self._asked(gemm) != RING:
             return False
-        reason = self._against(gemm, self.comm.size * part.shape[0] * part.shape[1]) or (
+        _, reason = self._method(rt, gemm, "gather", (self.comm.size * part.shape[0], part.shape[1]))
+        reason = reason or (
             "the operand travels in high precision, and is quantized whole" if plain else _no_rows(part, part.shape[0])
         )
         if reason:
             self._plain(rt, gemm, reason)
             return False
-        self._ring = Ring(rt, self.comm, part)
+        self._ring = Ring(rt, self.comm, self.carrier(rt), part)
         self._ran(rt, gemm, f"overlapped by {RING}, in {self.comm.size} parts")
         return True
 
@@ -91,9 +103,10 @@ class Overlapping:
         ring, self._ring = self._ring, None
         assert ring is not None
         c = out.matrix()
-        for rank, part in ring.parts():
+        for lane, rank, part in ring.parts():
             m = part.shape[0]
-            run(part, b, c.rows(rank * m, (rank + 1) * m))
+            run(lane, part, b, c.rows(rank * m, (rank + 1) * m))
+        ring.end()
         return ring.kept(rt) if keep else None
 
     @property
@@ -106,13 +119,15 @@ class Overlapping:
     ) -> tuple[Tensor, Handle] | None:
         """(this rank's part of the sum, its handle) of a product of which each rank has a summand; None: it does not
         overlap."""
-        method, size = self._asked(gemm), self.comm.size
-        if method not in (RING, PIPELINE) or out.shape[0] % size:  # what ranks do not divide is refused elsewhere
+        size = self.comm.size
+        if (
+            self._asked(gemm) not in (RING, PIPELINE) or out.shape[0] % size
+        ):  # ranks that do not divide it: see elsewhere
             return None
         way, c = getattr(self.ways, gemm), out.matrix()
         m = c.shape[0] // size
+        method, reason = self._method(rt, gemm, "sum" if gemm == "fprop" else "dgrad", c.shape)
         splits = size if method == RING else way.splits
-        reason = self._against(gemm, c.size)
         if not reason:
             reason = _no_rows(a, m) if method == RING else _no_columns(b, gemm, c.shape[1], splits)
         if reason:
@@ -120,18 +135,40 @@ class Overlapping:
             return None
         made = rt.empty((out.shape[0] // size, *out.shape[1:]), out.dtype)
         self._ran(rt, gemm, f"overlapped by {method}, in {splits} parts")
+        carrier = self.carrier(rt)
         if method == RING:
-            return made, pushed(rt, self.comm, (a, b, c), made.matrix(), run)
-        return made, pipelined(rt, self.comm, (a, b, c), made.matrix(), _Pieces(gemm, splits, run))
+            return made, pushed(rt, (carrier, self.comm), (a, b, c), made.matrix(), run)
+        return made, pipelined(rt, carrier, (a, b, c), made.matrix(), _Pieces(gemm, splits, run))
 
-    def beside(self, rt: Runtime, gemm: str) -> None:
-        """Note of a GEMM whose overlap is that of another one, how it is asked for."""
-        if (method := self._asked(gemm)) in (BULK, EXTERNAL):
-            self._ran(rt, gemm, _BESIDE[method])
+    def bulk(self, rt: Runtime, gemm: str, shape: tuple[int, ...]) -> Carrier:
+        """How travels what this GEMM has beside it, or what it needs: a whole tensor of this shape."""
+        if self._asked(gemm) not in (BULK, EXTERNAL) or self._method(rt, gemm, "dgrad", shape)[1]:
+            return Calls(self.comm)
+        return self.carrier(rt)
+
+    def beside(self, rt: Runtime, gemm: str, shape: tuple[int, ...]) -> None:
+        """Note of a GEMM whose overlap is that of another one, how it is asked for, and why it is not so."""
+        asked = self._asked(gemm)
+        if asked in (BULK, EXTERNAL):
+            _, reason = self._method(rt, gemm, "dgrad", shape)
+            if reason:
+                self._plain(rt, gemm, reason)
+            else:
+                self._ran(rt, gemm, _BESIDE[asked])
 
     def _asked(self, gemm: str) -> str:
         way = None if self.ways.idle else getattr(self.ways, gemm)
         return "" if way is None else way.method
+
+    def _method(self, rt: Runtime, gemm: str, collective: str, shape: tuple[int, ...]) -> tuple[str, str]:
+        """(how a GEMM that was asked to overlap does, why not), by the whole tensor that travels."""
+        way: Way = getattr(self.ways, gemm)
+        reason = self._against(gemm, shape[0] * shape[1])
+        if reason or way.chosen or way.method == EXTERNAL or rt.device.kind != overlap_choice.MEASURED:
+            return way.method, reason
+        recipe = overlap_choice.recipe_of(self.spec.precision)
+        call = overlap_choice.Call(self.carrier(rt).name, self.comm.size, recipe, *shape)
+        return overlap_choice.fastest(collective, (way.method, RING) if collective == "sum" else (way.method,), call)
 
     def _against(self, gemm: str, size: int) -> str:
         """Why no call of this spec and size overlaps; "" where it does."""
@@ -157,6 +194,8 @@ class Overlapping:
 
     def _ran(self, rt: Runtime, gemm: str, how: str) -> None:
         """Note for reports how a GEMM ran; a recorded layer notes it again."""
+        if how.startswith("overlapped"):
+            how += self.carrier(rt).through
         self.ran[gemm] = how
         if rt.recorder is not None:
             rt.recorder.add_note("overlap", partial(self.ran.__setitem__, gemm, how))
@@ -223,20 +262,12 @@ def row_parts(rt: Runtime, x: Value, size: int) -> list[Value]:
 class Ring:
     """The other ranks' parts of a matrix on their way, those of rank r + 1 first."""
 
-    def __init__(self, rt: Runtime, comm: Communicator, part: Value) -> None:
-        self.comm, self.own = comm, part
+    def __init__(self, rt: Runtime, comm: Communicator, carrier: Carrier, part: Value) -> None:
+        self.rt, self.comm, self.carrier, self.own = rt, comm, carrier, part
         self._whole = _room(rt, part, comm.size)
-        self._parts: list[Value] = [part] * comm.size
-        self._handles: list[list[Handle]] = [[] for _ in range(comm.size)]
         m = part.shape[0]
-        for step in range(1, comm.size):
-            to, source = (comm.rank - step) % comm.size, (comm.rank + step) % comm.size
-            coming = self._place(rt, source * m, (source + 1) * m)
-            self._parts[source] = coming
-            self._handles[source] = [
-                comm.send_recv(rt, as_bytes(sent), to, as_bytes(target), source)
-                for sent, target in zip(_pieces(part), _pieces(coming), strict=True)
-            ]
+        self._parts = {source: self._place(rt, source * m, (source + 1) * m) for source in order(comm)}
+        self._coming = carrier.parts(rt, _pieces(part), {i: _pieces(coming) for i, coming in self._parts.items()})
 
     def _place(self, rt: Runtime, start: int, stop: int) -> Value:
         """Where these rows come: in the whole, but for scales that are no piece of memory there."""
@@ -252,13 +283,18 @@ class Ring:
         rows = rt.empty(scale.shape, scale.dtype) if step is None else of_whole.rows(start // step, stop // step)
         return _rows(whole, start, stop, rows)
 
-    def parts(self) -> Iterator[tuple[int, Value]]:
-        """(rank, its part) in the order in which they are multiplied, each when it is there."""
-        for step in range(self.comm.size):
-            rank = (self.comm.rank + step) % self.comm.size
-            for handle in self._handles[rank]:
-                handle.wait()
-            yield rank, self._parts[rank]
+    def parts(self) -> Iterator[tuple[Runtime, int, Value]]:
+        """(stream, rank, its part) in the order in which they are multiplied, each when it is there."""
+        streams = lanes(self.carrier, self.rt)
+        yield self.rt, self.comm.rank, self.own
+        for number, source in enumerate(self._parts, 1):
+            self._coming.wait(source)
+            yield streams[number % 2], source, self._parts[source]
+
+    def end(self) -> None:
+        """All parts are multiplied."""
+        join(self.carrier, self.rt)
+        self._coming.end(self.rt)
 
     def kept(self, rt: Runtime) -> Value | None:
         """The whole, the own rows with it; None where its scales are those of parts."""
@@ -297,42 +333,22 @@ def _room(rt: Runtime, part: Value, size: int) -> Value:
 # ------------------------------------------------------------------------------------ a result that is summed
 
 
-class Summed:
-    """The summands of all ranks on their way; `wait()` adds them."""
-
-    def __init__(self, rt: Runtime, handles: list[Handle], summands: list[Tensor], out: Tensor) -> None:
-        self._rt, self._handles, self._summands, self._out = rt, handles, summands, out
-
-    def wait(self) -> None:
-        """Add them in float32, in the order of the ranks, and round once."""
-        for handle in self._handles:
-            handle.wait()
-        total, rt = self._summands[0], self._rt
-        for i, summand in enumerate(self._summands[1:], 2):
-            last = i == len(self._summands)
-            into = self._out if last else rt.empty(total.shape, dtypes.float32) if i == 2 else total
-            ops.context_sum(rt, total, summand, out=into)
-            total = into
-        self._handles, self._summands = [], []
-
-
 def pushed(
-    rt: Runtime, comm: Communicator, operands: tuple[Value, Value, Tensor], out: Tensor, run: Multiply
-) -> Summed:
+    rt: Runtime, how: tuple[Carrier, Communicator], operands: tuple[Value, Value, Tensor], out: Tensor, run: Multiply
+) -> Summands:
     """out [m, N] = this rank's rows of the sum of all ranks' c [M, N] = a b, each rank's rows on their way to it as
     soon as they are there."""
-    a, b, c = operands
-    size, own, m = comm.size, comm.rank, out.shape[0]
-    parts, handles = row_parts(rt, a, size), []
-    summands = [c.rows(own * m, (own + 1) * m)] * size
-    for step in range(size - 1, 0, -1):
-        to, source = (own + step) % size, (own - step) % size
+    (a, b, c), (carrier, comm), m = operands, how, out.shape[0]
+    parts, summands = row_parts(rt, a, comm.size), carrier.summands(rt, out)
+    streams = lanes(carrier, rt)
+    for number, to in enumerate(reversed(order(comm))):
         made = c.rows(to * m, (to + 1) * m)
-        run(parts[to], b, made)
-        summands[source] = rt.empty(out.shape, out.dtype)
-        handles.append(comm.send_recv(rt, made, to, summands[source], source))
-    run(parts[own], b, summands[own])
-    return Summed(rt, handles, summands, out)
+        run(streams[number % 2], parts[to], b, made)
+        summands.send(streams[number % 2], to, made)
+    run(streams[(comm.size - 1) % 2], parts[comm.rank], b, summands.own)
+    join(carrier, rt)
+    summands.arrive(rt)
+    return summands
 
 
 # --------------------------------------------------------------------------------------- a pipeline of columns
@@ -379,35 +395,17 @@ def _lines(b: Value, gemm: str, start: int, stop: int) -> Value:
     return QuantizedTensor(b.format, (stop - start, b.shape[1]), copy, None)
 
 
-class Placed:
-    """Pieces of a sum on their way; `wait()` puts them side by side."""
-
-    def __init__(self, rt: Runtime, coming: Sequence[tuple[Handle, Tensor]], out: Tensor) -> None:
-        self._rt, self._coming, self._out = rt, coming, out
-
-    def wait(self) -> None:
-        """Put each where it belongs."""
-        out, start = self._out, 0
-        for handle, piece in self._coming:
-            handle.wait()
-            ptr = out.ptr + out.dtype.nbytes(start)
-            place = Tensor(ptr, piece.shape, out.dtype, out.device, out, out.row_major_strides())
-            ops.context_sum(self._rt, piece, None, out=place)
-            start += piece.shape[1]
-        self._coming = ()
-
-
 def pipelined(
-    rt: Runtime, comm: Communicator, operands: tuple[Value, Value, Tensor], out: Tensor, how: _Pieces
-) -> Placed:
+    rt: Runtime, carrier: Carrier, operands: tuple[Value, Value, Tensor], out: Tensor, how: _Pieces
+) -> Summands:
     """out [m, N] = this rank's rows of the sum of all ranks' a b [M, N], of N in pieces, one after another."""
-    a, b, c = operands
-    (rows, n), coming = c.shape, []
+    (a, b, c), summands = operands, carrier.summands(rt, out, how.splits)
+    (rows, n) = c.shape
     width = n // how.splits
     block = Tensor(c.ptr, (how.splits, rows, width), c.dtype, c.device, c)  # c is not read: its memory has the pieces
     for i in range(how.splits):
         piece = block.rows(i, i + 1).reshape(rows, width)
-        how.run(a, _lines(b, how.gemm, i * width, (i + 1) * width), piece)
-        part = rt.empty((out.shape[0], width), out.dtype)
-        coming.append((comm.reduce_scatter(rt, piece, part), part))
-    return Placed(rt, coming, out)
+        how.run(rt, a, _lines(b, how.gemm, i * width, (i + 1) * width), piece)
+        summands.piece(rt, i, piece)
+    summands.arrive(rt)
+    return summands

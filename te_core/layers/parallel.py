@@ -350,11 +350,16 @@ class Spread:
         if self.overlap is not None and self.gathered == "grad" and self.spec.needs.input:
             self._begin_parts(rt, "dgrad", dy.rows)  # before what wgrad alone reads
         if self.gathered == "input" and x is not None:
-            self._coming = gather(rt, self.comm, x, columns=True)
+            self._coming = self._gather_beside(rt, "dgrad", x)
         elif self.gathered == "grad":
             part = dy.columns
             if isinstance(part, QuantizedTensor) and not turns(part.format):
-                self._coming = gather(rt, self.comm, part, columns=True)
+                self._coming = self._gather_beside(rt, "wgrad", part)
+
+    def _gather_beside(self, rt: Runtime, gemm: str, part: Value) -> Gathering:
+        """Have what wgrad reads come beside dgrad, as the options of this GEMM say."""
+        shape, overlap = (self.split.size * part.shape[0], part.shape[1]), self.overlap
+        return gather(rt, self.comm, part, True, None if overlap is None else overlap.bulk(rt, gemm, shape))
 
     def send(self, rt: Runtime, x: Uses) -> None:
         """Have what fprop reads travel, while the weight is quantized. (An inspector has yet to see it.)"""
@@ -388,7 +393,13 @@ class Spread:
             else:  # beside wgrad
                 self._sum = summing
             return made
-        overlap.beside(rt, gemm)
+        if gemm != "wgrad":
+            shape = out.matrix().shape
+        elif self.gathered == "grad":  # the whole gradient
+            shape = self.split.size * a.shape[0], a.shape[1]
+        else:  # that of x
+            shape = a.shape[0], b.shape[1]
+        overlap.beside(rt, gemm, shape)
         return None
 
     def scatter(self, rt: Runtime, gemm: str, out: Tensor) -> Tensor:
@@ -408,12 +419,21 @@ class Spread:
                     "pad the sequence",
                 )
             made = rt.empty((out.shape[0] // split.size, *out.shape[1:]), out.dtype)
-            handle = self.comm.reduce_scatter(rt, out, made)
+            handle = self._scatter_beside(rt, gemm, out, made)
         if gemm == "dgrad":
             self._sum = handle
         else:
             handle.wait()
         return made
+
+    def _scatter_beside(self, rt: Runtime, gemm: str, whole: Tensor, out: Tensor) -> Handle:
+        """Have this rank's part of the sum come; dgrad's comes beside wgrad, as the options of that say."""
+        if self.overlap is None or gemm != "dgrad":
+            return self.comm.reduce_scatter(rt, whole, out)
+        summands = self.overlap.bulk(rt, "wgrad", whole.matrix().shape).summands(rt, out.matrix())
+        summands.piece(rt, 0, whole.matrix())
+        summands.arrive(rt)
+        return summands
 
     def settle(self) -> None:
         """Wait for dgrad's sum."""

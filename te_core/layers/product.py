@@ -303,7 +303,7 @@ class Product(NamedTuple):
         assert parallel is not None
         summed = gemm == "fprop" and parallel.split.summed == "fprop"
 
-        def run(a: Value, b: Value, out: Tensor) -> None:
+        def run(rt: Runtime, a: Value, b: Value, out: Tensor) -> None:
             here._multiplied(rt, gemm, a, b, out, None if summed else vector)
 
         made = parallel.overlapped(rt, gemm, a, b, out, run)

@@ -38,6 +38,9 @@ kv_gather = explained(raw.kv_gather)
 kv_move = explained(raw.kv_move)
 l2_norm_backward = explained(raw.l2_norm_backward)
 l2_norm_forward = explained(raw.l2_norm_forward)
+loss_facts = explained(raw.loss_facts)
+loss_gradient = explained(raw.loss_gradient)
+loss_values = explained(raw.loss_values)
 mask_row_map = explained(raw.mask_row_map)
 norm_backward = explained(raw.norm_backward)
 norm_forward = explained(raw.norm_forward)
@@ -48,6 +51,7 @@ plan_update = explained(raw.plan_update)
 quantize = explained(raw.quantize)
 quantize_grouped = explained(raw.quantize_grouped)
 quantize_many = explained(raw.quantize_many)
+rank_sum = explained(raw.rank_sum)
 resize = explained(raw.resize)
 rope = explained(raw.rope)
 rope_qkv = explained(raw.rope_qkv)
@@ -71,9 +75,9 @@ __all__ = [
     "attention_sink_grad", "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum",
     "context_draws", "context_lengths", "context_mark", "context_max", "context_rows", "context_sum", "count_nonfinite",
     "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append",
-    "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward",
-    "norm_many", "packed_width", "padding_order", "permute", "plan_update", "quantize", "quantize_grouped",
-    "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_many", "scale_pairs",
-    "sgd", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute",
-    "unpermute_backward", "update_scales",
+    "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "loss_facts", "loss_gradient", "loss_values",
+    "mask_row_map", "norm_backward", "norm_forward", "norm_many", "packed_width", "padding_order", "permute",
+    "plan_update", "quantize", "quantize_grouped", "quantize_many", "rank_sum", "resize", "rope", "rope_qkv",
+    "rope_qkv_backward", "run_update", "scale_many", "scale_pairs", "sgd", "softmax_backward", "softmax_forward",
+    "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip

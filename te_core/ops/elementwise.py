@@ -29,6 +29,29 @@ def add(rt: Runtime, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tens
     return out
 
 
+def rank_sum(rt: Runtime, parts: Tensor, *, out: Tensor) -> None:
+    """out [m, n] = the summands [ranks, m, n] of as many ranks, added in float32 in this order and rounded once.
+
+    Rows of out may lie apart: it may be some of the columns of a matrix.
+    """
+    op = "rank_sum"
+    _check.one_of(op, "dtype of parts", parts.dtype, ACTIVATION_DTYPES)
+    _check.dense(op, "parts", parts)
+    ends = out.ndim == 2 and (out.shape[1] < 2 or out.row_major_strides()[1] == 1)
+    if (
+        parts.ndim != 3
+        or not parts.shape[0]
+        or parts.shape[1:] != out.shape
+        or out.dtype is not parts.dtype
+        or not ends
+    ):
+        allowed = "parts [ranks, m, n] and out [m, n] of one dtype, the elements of a row side by side"
+        raise ArgumentError(op, f"parts = {parts!r}, out = {out!r}", allowed, "correct parts or out")
+    _check.on_device(op, rt.device, parts, out)
+    _check.written(op, "out", out)
+    rt.backend.rank_sum(rt, parts, out)
+
+
 def bias_dropout_add(
     rt: Runtime,
     x: Tensor,

@@ -7,12 +7,13 @@ from te_core.ops.attention_merge import attention_merge, attention_sink_grad, co
 from te_core.ops.attention_scored import attention_scored_backward, attention_scored_forward
 from te_core.ops.context import context_draws, context_lengths, context_mark, context_max
 from te_core.ops.context_rows import context_rows
-from te_core.ops.elementwise import add, bias_dropout_add, bias_dropout_add_backward
+from te_core.ops.elementwise import add, bias_dropout_add, bias_dropout_add_backward, rank_sum
 from te_core.ops.gemm import gemm
 from te_core.ops.gemm_grouped import gemm_grouped
 from te_core.ops.gemm_quantized import gemm_quantized, gemm_route
 from te_core.ops.kv_cache import KVCache, kv_append, kv_gather, kv_move
 from te_core.ops.l2_norm import l2_norm_backward, l2_norm_forward
+from te_core.ops.loss import loss_facts, loss_gradient, loss_values
 from te_core.ops.matrix import column_sum, resize
 from te_core.ops.norm import norm_backward, norm_forward
 from te_core.ops.optimizer import adam, adam_quantized, norm_many, scale_many, sgd
@@ -42,8 +43,9 @@ __all__ = [
     "bias_dropout_add_backward", "chunk_row_map", "column_sum", "context_draws", "context_lengths", "context_mark",
     "context_max", "context_rows", "context_sum", "count_nonfinite", "dequantize", "gemm", "gemm_grouped",
     "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather", "kv_move",
-    "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward", "norm_many", "packed_width",
-    "padding_order", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many", "resize", "rope",
-    "rope_qkv", "rope_qkv_backward", "run_update", "scale_many", "scale_pairs", "sgd", "softmax_backward",
-    "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
+    "l2_norm_backward", "l2_norm_forward", "loss_facts", "loss_gradient", "loss_values", "mask_row_map",
+    "norm_backward", "norm_forward", "norm_many", "packed_width", "padding_order", "permute", "plan_update", "quantize",
+    "quantize_grouped", "quantize_many", "rank_sum", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
+    "scale_many", "scale_pairs", "sgd", "softmax_backward", "softmax_forward", "statistics", "swizzle_scales",
+    "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip

@@ -48,7 +48,7 @@ class Beside:
     def bind(self, bound: Any, rt: Runtime) -> None:
         """See `Step`."""
         with bound.on(self.way):
-            self.step.bind(bound, rt)
+            bound.enter(self.step, rt)
 
     def __repr__(self) -> str:
         return f"on {_called(self.way)}: {self.step!r}"

@@ -38,7 +38,11 @@ class Step(Protocol):
 
 
 class Group:
-    """Steps in the order in which a replay does them: takes, then calls, then what runs its own way, then drops."""
+    """Steps in the order in which a replay does them: takes, then calls, then what runs its own way, then drops.
+
+    Takes and drops keep their order among themselves, and so the bytes that are held at each take. Between the two a
+    call may come after a take that followed it, and before a drop that it followed.
+    """
 
     __slots__ = ("calls", "drops", "runs", "takes")
 
@@ -89,13 +93,21 @@ class Bound:
         self._steps: dict[int, Step] = {}  # by the choice of its arguments: whose call it is
         self._groups = [Group()]
         for step in steps:
-            step.bind(self, rt)
+            self.enter(step, rt)
+        self.close()
         self._taken.update([(slot, self._inside_of(slot)) for slot in self._taken])  # now all of them are known
         for group in self._groups:
             group.takes = [(*take, self._taken[take[1]]) for take in group.takes]
         self.beside = tuple(self._beside.items())
         self.groups = tuple(group.parts() for group in self._groups)
         self.inside = tuple((at, *where) for where, at in self._inside.items() if where[0] not in self._taken)
+
+    def enter(self, step: Step, rt: Any) -> None:
+        """A step enters itself."""
+        step.bind(self, rt)
+
+    def close(self) -> None:
+        """All have."""
 
     def _inside_of(self, slot: int) -> tuple[tuple[int, int], ...]:
         """Where in `at` addresses inside of it are, and their offsets."""
@@ -104,7 +116,7 @@ class Bound:
     def _group(self, rank: int) -> Group:
         """The one that a step of this rank (0 takes, 1 calls, 2 runs, 3 drops) goes into."""
         last = self._groups[-1]
-        if any((last.calls, last.runs, last.drops)[rank:]):
+        if ((last.runs or last.drops), last.runs, last.drops, ())[rank]:
             self._groups.append(Group())
         return self._groups[-1]
 

@@ -1,23 +1,26 @@
 """A tape as a program: what `Tape.replay` does, in words of eight bytes that a player without Python reads.
 
-A launch, a product and a fill take what the tape's step takes, with zeros in the places of addresses. What a program
-cannot hold is refused: attention by cuDNN, collectives, functions of a user's, and the CPU backend's calls.
+A launch, a product and a fill take what the tape's step takes, with zeros in the places of addresses; attention takes
+what cuDNN's frontend makes of that. What a program cannot hold is refused: collectives, functions of a user's, and the
+CPU backend's calls.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from te_core import device, libraries
 from te_core.backends.cuda import cublaslt as lt_
-from te_core.backends.cuda import gemm_run
+from te_core.backends.cuda import cudnn_stored, gemm_run
+from te_core.backends.cuda.attention import constants_at
+from te_core.backends.cuda.attention_graph import written_by
+from te_core.backends.cuda.cudnn import Attended, frontend
+from te_core.backends.cuda.cudnn_stored import WORKSPACE
 from te_core.backends.cuda.gemm_run import LtPlan, Multiplied
-from te_core.backends.cuda.memory import Fill
 from te_core.errors import UnsupportedError
-from te_core.kernels.loader import Kernel, Launch, TableLaunch
+from te_core.kernels.loader import Kernel
 from te_core.kernels.reads import only_read
 from te_core.symbols import Patch, Way, is_symbol, slot_of
 from te_core.tape import program_file as file
@@ -26,17 +29,18 @@ from te_core.tape.layout import Lives, lives_of, side_by_side
 from te_core.tape.program_file import Entry, Piece, Program
 from te_core.tape.tape import Drop, Slot, Take, Tape
 from te_core.tape.walk import exchanged, names_of
-from te_core.tensor import CPU, Tensor
+from te_core.tape.words import Packed, packed
+from te_core.tensor import CPU, Tensor, cuda_device
 
 _NO_LIMIT = 1 << 62
 #: Attributes of a product's descriptor whose memory it writes, by the epilogue that does.
 _WRITES = {lt_.GELU_AUX: lt_.AUX_POINTER, lt_.GELU_AUX_BIAS: lt_.AUX_POINTER, lt_.BGRADB: lt_.BIAS_POINTER}
-_REFUSED = {"Attended": "attention by cuDNN", "Called": "a call of the CPU backend", "Collective": "a collective"}
+_REFUSED = {"Called": "a call of the CPU backend", "Collective": "a collective"}
 
 
 def refused(what: str, came: str) -> NoReturn:
     """Say that a program cannot hold something."""
-    allowed = "launches, matrix products, fills, and waits of streams, on a GPU"
+    allowed = "launches, matrix products, attention by cuDNN, fills, and waits of streams, on a GPU"
     raise UnsupportedError(
         f"program of {what}", came, allowed, "play this call by te_core, and the others by a program"
     )
@@ -46,7 +50,7 @@ def add_entry(
     program: Program, name: str, tape: Tape, call: str = "{}", index: int = 0, results: Sequence[str] | None = None
 ) -> Entry:
     """The tape of a device as a named entry of a program. `results`: what the parts of its result are called."""
-    made = _Steps(program, tape)
+    made = _Steps(program, tape, index)
     steps = [step for one in tape.steps for step in made.of(one, 0)]  # first: they may be refused
     for key, value in _facts(tape, index).items():
         program.facts.setdefault(key, value)
@@ -65,6 +69,11 @@ def add_entry(
         slots.append(
             file.Slot(called, role, s.dtype.dlpack_code, s.dtype.bits, s.shape, strides, s.nbytes, promised, *more)
         )
+    for content in made.numbers:  # is copied into scratch memory by each call
+        block += -block % 256
+        more = True, False, 0, block
+        slots.append(file.Slot("soft-cap", file.SCRATCH, 1, 8, (len(content),), None, len(content), 256, *more))
+        block += len(content)
     entry = Entry(name, tape.what, call, slots, steps, pieces, tape.inputs, block, tape.peak)
     program.entries.append(entry)
     return entry
@@ -86,8 +95,12 @@ def _facts(tape: Tape, index: int) -> dict[str, str]:
         "architecture": "{}.{}".format(*info.capability),
         "driver": "{}.{}".format(*libraries.driver_version()),
     }
-    if any(isinstance(getattr(step, "step", step), Multiplied) for step in tape.steps):
+    kinds = {type(getattr(step, "step", step)) for step in tape.steps}
+    if Multiplied in kinds:
         found["cublasLt"] = str(lt_.bindings().get_version())
+    if Attended in kinds:
+        major, minor, patch = frontend().version
+        found["cudnn"] = str(10000 * major + 100 * minor + patch)
     return found
 
 
@@ -175,10 +188,11 @@ def _places(tape: Tape) -> tuple[dict[int, int], int]:
 
 def _written(program: Program, step: file.Step) -> set[int]:
     """The slots that a step writes, as far as signatures say."""
-    if step.kind == file.FILL:
-        return {p.slot for p in step.patches}
-    if step.kind == file.TABLE:
+    if step.kind in (file.FILL, file.COPY, file.TABLE):
         return {p.slot for p in step.patches}  # which of a table's addresses are read, no signature says
+    if step.kind == file.ATTEND:
+        tensors = program.plans[step.target].tensors
+        return {p.slot for p in step.patches if p.number == 0 or tensors[p.number - 1][1] == file.WRITTEN}
     if step.kind == file.LAUNCH:
         letters = program.functions[step.target].letters  # "p" of memory that is written, "r" of such as is read
         return {p.slot for p in step.patches if letters[p.number - file.SIZES] == "p"}
@@ -196,20 +210,19 @@ def _written(program: Program, step: file.Step) -> set[int]:
 class _Steps:
     """Steps of a tape as those of a program."""
 
-    def __init__(self, program: Program, tape: Tape) -> None:
-        self.program, self.tape = program, tape
+    def __init__(self, program: Program, tape: Tape, index: int) -> None:
+        self.program, self.tape, self.device = program, tape, cuda_device(index)
+        self.numbers: dict[bytes, int] = {}  # of soft-caps: their slots, behind the tape's
         self._functions: dict[int, int] = {}  # by the kernel's handle
+        self._stored: dict[int, cudnn_stored.Stored] = {}  # by the graph's id
 
     def of(self, step: Any, way: int) -> list[file.Step]:
         """What it becomes: nothing, of what only reports read."""
-        if isinstance(step, Launch):
-            return [self._launch(step, way)]
-        if isinstance(step, TableLaunch):
-            return [self._table(step, way)]
-        if isinstance(step, Multiplied):
-            return [self._product(step, way)]
-        if isinstance(step, Fill):
-            return [self._fill(step, way)]
+        words = packed(step)
+        if words is not None:
+            return [self._running(step, words, way)]
+        if isinstance(step, Attended):
+            return list(self._attention(step, way))
         if isinstance(step, Beside):
             return self.of(step.step, _way(self.program, step.way))
         if isinstance(step, Take):
@@ -224,6 +237,21 @@ class _Steps:
         if step.__class__.__name__ == "Noted":
             return []
         refused(self.tape.what, _REFUSED.get(step.__class__.__name__, f"{step!r}"))
+
+    def _running(self, step: Any, words: Packed, way: int) -> file.Step:
+        """A launch, a product, a fill."""
+        self._only_brought(step, words.constants)
+        target = 0
+        if words.kind == file.PRODUCT:
+            target = self.program.number("products", _product_of(step.plan, repr(step)))
+        elif words.kind != file.FILL:
+            target = self._function(step.kernel)
+        return file.Step(words.kind, target, way, words.nbytes, words.words, words.patches)
+
+    def _only_brought(self, step: Any, constants: Iterable[int]) -> None:
+        """Refuse addresses that are none of a slot's."""
+        for address in constants:
+            refused(self.tape.what, f"memory at {address:#x}, which no call brings, in {step!r}")
 
     def _function(self, kernel: Kernel) -> int:
         found = self._functions.get(kernel._function)
@@ -241,41 +269,45 @@ class _Steps:
         module = self.program.number("modules", kernel.image())
         return self.program.number("functions", file.Function(kernel.name, spelled, module))
 
-    def _launch(self, step: Launch, way: int) -> file.Step:
-        args = []
-        for letter, value in zip(step.kernel.letters, step.args, strict=True):
-            args.append(self._address(step, value) if letter == "p" else value)
-        words = struct.unpack(f"<{len(args)}Q", step.kernel.packed(args))
-        behind = tuple(p._replace(number=p.number + file.SIZES) for p in step.patches)
-        return file.Step(file.LAUNCH, self._function(step.kernel), way, 0, (*step.sizes, *words), behind)
+    def _attention(self, step: Attended, way: int) -> Iterator[file.Step]:
+        """What the frontend does before a run, and the run."""
+        graph = step.graph
+        kept = self._stored.get(id(graph)) or self._stored.setdefault(id(graph), cudnn_stored.stored(graph))
+        known = {p.number if p.number < graph.count else WORKSPACE: p for p in step.patches}
+        copied: dict[Patch, bytes] = {}
+        for number, address in enumerate(step.addresses):
+            found = None if is_symbol(address) or way else constants_at(self.device, address)
+            if found is None:
+                self._only_brought(step, [] if is_symbol(address) else filter(None, [address]))
+                continue
+            begin, content = found
+            slot = self.numbers.setdefault(content, len(self.tape.slots) + len(self.numbers))
+            known[number] = Patch(number, slot, address - begin)
+            copied[Patch(0, slot, 0)] = content
 
-    def _table(self, step: TableLaunch, way: int) -> file.Step:
-        table = bytearray(step.table)
-        for place in step.places:
-            (address,) = struct.unpack_from("<Q", table, place)
-            struct.pack_into("<Q", table, place, self._address(step, address))
-        nbytes = len(table)
-        table += bytes(-nbytes % 8)
-        grid, block, shared = step.sizes
-        sizes = grid, 1, 1, block, 1, 1, shared
-        words = struct.unpack(f"<{len(table) // 8}Q", table)
-        function = self._function(step.kernel)
-        return file.Step(file.TABLE, function, way, nbytes, (*sizes, *words), step.patches)
+        def at(number: int, source: int, offset: int) -> Patch:
+            if source not in known:
+                refused(self.tape.what, f"no memory for {graph.operands[source]!r} in {step!r}")
+            return Patch(number, known[source].slot, known[source].offset + offset)
 
-    def _address(self, step: Any, value: Any) -> int:
-        """0, in whose place a patch puts an address; no address may stand there by itself."""
-        if value and not is_symbol(value):
-            refused(self.tape.what, f"memory at {value:#x}, which no call brings, in {step!r}")
-        return 0
-
-    def _product(self, step: Multiplied, way: int) -> file.Step:
-        words = [self._address(step, value) for value in step.addresses]
-        number = self.program.number("products", _product_of(step.plan, repr(step)))
-        return file.Step(file.PRODUCT, number, way, 0, tuple(words), step.patches)
-
-    def _fill(self, step: Fill, way: int) -> file.Step:
-        found = tuple(Patch(2, p.slot, p.offset) for p in step.patches)
-        return file.Step(file.FILL, 0, way, 0, (0, step.nbytes, self._address(step, step.address)), found)
+        copied |= {at(0, WORKSPACE, offset): content for offset, content in kept.copied}
+        for place, content in copied.items():
+            yield file.Step(file.COPY, self.program.number("contents", content), way, 0, (0,), (place,))
+        for offset, nbytes in kept.zeroed:
+            yield file.Step(file.FILL, 0, way, 0, (0, nbytes, 0), (at(2, WORKSPACE, offset),))
+        results = {i for i, name in enumerate(graph.operands) if name in written_by(graph.operands)}
+        places = [at(0, WORKSPACE, kept.behind)] if graph.workspace else []
+        words, tensors = [0], []
+        for one in kept.operands:
+            kind = file.VALUE if one.value is not None else file.READ
+            if one.value is None:
+                places.append(at(len(words), one.source, one.offset))
+                kind = file.WRITTEN if one.source in results or one.source == WORKSPACE else file.READ
+            tensors.append((one.uid, kind))
+            words.append(one.value or 0)
+        image = self.program.number("contents", kept.plan)
+        plan = file.Plan(repr(step), image, tuple(tensors), kept.workspace)
+        yield file.Step(file.ATTEND, self.program.number("plans", plan), way, 0, tuple(words), tuple(places))
 
 
 def _product_of(plan: LtPlan, text: str) -> file.Product:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from te_core.errors import ArgumentError
 from te_core.symbols import Patch
 
-MAGIC, VERSION = b"TEPROGRM", 1
-LAUNCH, TABLE, PRODUCT, FILL, TAKE, DROP, WAIT, NOTICE = range(8)
-KINDS = ("launch", "table", "product", "fill", "take", "drop", "wait", "notice")
+MAGIC, VERSION = b"TEPROGRM", 2
+LAUNCH, TABLE, PRODUCT, FILL, ATTEND, COPY, TAKE, DROP, WAIT, NOTICE = range(10)
+KINDS = ("launch", "table", "product", "fill", "attend", "copy", "take", "drop", "wait", "notice")
 ROLES = ("input", "state", "output", "saved", "scratch", "temporary")
 INPUT, STATE, OUTPUT, SAVED, SCRATCH, TEMPORARY = range(6)
 #: The words in front of a launch's arguments: grid and block, three each, and dynamic bytes.
@@ -25,6 +25,8 @@ SIZES = 7
 NOWHERE = (1 << 64) - 1
 _WRITTEN, _ZEROED, _STRIDED = 1, 2, 4
 _DEVICE_ALPHA, _ADDS = 1, 2
+#: What a tensor of a plan is: an address that it reads, a number in the step's word, an address that it writes.
+READ, VALUE, WRITTEN = range(3)
 _DIGESTED = 56  # what stands in front of here is no part of the digest
 _HEAD = struct.Struct("<8sIIQ32s")
 
@@ -37,6 +39,8 @@ TABLES = {
     "functions": "6I",  # name, letters, module, 0
     "products": "8I2Q" + "IIQQq" * 3 + "2I",
     "attributes": "IIQ",
+    "contents": "2Q",  # offset and bytes in data
+    "plans": "4IQ2I",
     "ways": "4I",  # name, parent, 0
     "entries": "14I2Q",
     "slots": "10I2Q",
@@ -80,7 +84,7 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is done; `target` is a function, a product, a slot, or the way that waits or notices."""
+    """What is done; `target` is a function, product, plan, content, slot, or the way that waits or notices."""
 
     kind: int
     target: int
@@ -114,6 +118,15 @@ class Product(NamedTuple):
     adds: bool  # to what the result holds
 
 
+class Plan(NamedTuple):
+    """A graph of cuDNN's."""
+
+    text: str
+    content: int  # number of cuDNN's own form of it
+    tensors: tuple[tuple[int, int], ...]  # (its number, READ, VALUE or WRITTEN)
+    workspace: int
+
+
 class Function(NamedTuple):
     """A kernel: its name in a module, and a letter for each argument (`te_core.kernels.loader.get`)."""
 
@@ -145,6 +158,8 @@ class Program:
     modules: list[bytes] = field(default_factory=list)
     functions: list[Function] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
+    contents: list[bytes] = field(default_factory=list)  # that steps copy to the device, or plans are
+    plans: list[Plan] = field(default_factory=list)
     ways: list[tuple[str, int]] = field(default_factory=lambda: [("", 0)])  # (name, the way beside which it is)
     entries: list[Entry] = field(default_factory=list)
 
@@ -223,6 +238,10 @@ def pack(program: Program) -> bytes:
         layouts = [part for one in p.layouts for part in (one.dtype, 0, *one[1:])]
         numbers = (p.compute, p.scale, *attributes, *pointers, flags, 0, w.bytes_of(p.algorithm), p.workspace)
         w.add("products", (*numbers, *layouts, *w.of(p.text)))
+    w.add("contents", *[(w.bytes_of(content), len(content)) for content in program.contents])
+    for plan in program.plans:
+        tensors = w.add("numbers", *[(n,) for part in zip(*plan.tensors, strict=True) for n in part])[0]
+        w.add("plans", (plan.content, tensors, len(plan.tensors), 0, plan.workspace, *w.of(plan.text)))
     w.add("ways", *[(*w.of(name), parent, 0) for name, parent in program.ways])
     for e in program.entries:
         _add_entry(w, e)
@@ -313,6 +332,8 @@ class _Reader:
             [self.data(*row) for row in rows["modules"]],
             [Function(self.text(*row[:2]), self.text(*row[2:4]), row[4]) for row in rows["functions"]],
             [self._product(row) for row in rows["products"]],
+            [self.data(*row) for row in rows["contents"]],
+            [self._plan(*row) for row in rows["plans"]],
             [(self.text(*row[:2]), row[2]) for row in rows["ways"]],
         )
         made.entries = [self._entry(row) for row in rows["entries"]]
@@ -333,6 +354,10 @@ class _Reader:
             bool(flags & _DEVICE_ALPHA),
             bool(flags & _ADDS),
         )
+
+    def _plan(self, content: int, first: int, count: int, _: int, workspace: int, *text: int) -> Plan:
+        numbers = [n for (n,) in self.some("numbers", first, 2 * count)]
+        return Plan(self.text(*text), content, tuple(zip(numbers[:count], numbers[count:], strict=True)), workspace)
 
     def _entry(self, row: tuple[Any, ...]) -> Entry:
         return Entry(
@@ -386,6 +411,9 @@ def lines_of(program: Program) -> Iterator[str]:
     for product in program.products:
         algorithm = hashlib.sha256(product.algorithm).hexdigest()[:16]
         yield f"{product.text}, algorithm {algorithm}, workspace {product.workspace}"
+    for plan in program.plans:
+        content = hashlib.sha256(program.contents[plan.content]).hexdigest()[:16]
+        yield f"{plan.text}, plan {content}, workspace {plan.workspace}"
     for entry in program.entries:
         yield f"{entry.name}: {entry.what}, {len(entry.steps)} steps, {entry.peak} bytes at the peak"
         yield f"  block {entry.block} bytes, call {entry.call}"
@@ -409,6 +437,10 @@ def _step_in_words(program: Program, step: Step) -> str:
         said = program.products[step.target].text
     elif kind == FILL:
         said = f"fill {words[1]} bytes"
+    elif kind == ATTEND:
+        said = program.plans[step.target].text
+    elif kind == COPY:
+        said = f"copy {len(program.contents[step.target])} bytes"
     elif kind in (TAKE, DROP):
         said = f"{KINDS[kind]} t{step.target}"
     else:

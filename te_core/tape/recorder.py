@@ -102,6 +102,11 @@ class Recorder:
         """A place for a collective on its way."""
         return self._slot("handle", name, ((), dtypes.uint8, 0), 1)
 
+    def room(self, kind: str, nbytes: int, device: Any) -> Tensor:
+        """This rank's piece of a room, in one use of it."""
+        number = self._slot("room", kind, ((nbytes,), dtypes.uint8, nbytes), self.promise)
+        return Tensor(self.bases[number], (nbytes,), dtypes.uint8, device, Owner(number, self))
+
     def add(self, step: Step) -> None:
         """Something that would run."""
         self.steps.append(step)

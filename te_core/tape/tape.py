@@ -12,6 +12,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+from te_core import c_library, env
 from te_core.dtypes import DType
 from te_core.errors import LibraryError
 from te_core.runtime import Runtime
@@ -21,6 +22,7 @@ from te_core.tape.bound import Bound, Step
 from te_core.tensor import Tensor
 
 _address_of = attrgetter("ptr")
+c_library.USERS["replays of layers"] = lambda: f"done by {env.word('TE_CORE_PLAYER')} (TE_CORE_PLAYER)"
 
 
 class Result(Protocol):
@@ -36,7 +38,7 @@ class Result(Protocol):
 class Slot(NamedTuple):
     """Memory of a tape."""
 
-    kind: str  # "input", "memory", "scratch"; "handle" of a collective on its way
+    kind: str  # "input", "memory", "scratch"; "handle" of a collective on its way; "room": memory that peers read
     name: str
     shape: tuple[int, ...]
     dtype: DType
@@ -186,9 +188,12 @@ class Tape:
     def _bind(self, rt: Runtime, executor: Any) -> Bound:
         """For this executor. There are as many as threads work at once on a device; they are never destroyed."""
         blocks = [(slot.shape, slot.dtype) for slot in self.slots]
+        bind: type[Bound] = Bound
+        if rt.device.kind == "cuda" and env.chosen("TE_CORE_PLAYER", env.word("TE_CORE_PLAYER")) == "c":
+            from te_core.tape.native import Played as bind  # noqa: N813  what it imports knows tapes
         entered = executor.driver.enter(executor.context) if executor.context else False  # handles are a device's
         try:
-            made = self._bound[executor.number] = Bound(blocks, self.inputs, self.steps, rt)
+            made = self._bound[executor.number] = bind(blocks, self.inputs, self.steps, rt)
         finally:
             if entered:
                 executor.driver.leave()

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import te_core
-from te_core import cache, device, env, libraries
+from te_core import c_library, cache, device, env, libraries
 from te_core.errors import LibraryError
 from te_core.tape import taped
 from te_core.tools import attention_table, selftest
@@ -131,6 +131,8 @@ def report(faults: list[str]) -> Iterator[str]:
         yield "  attention: te_core's own, in FP8 under delayed and current scaling; cuDNN is for GPUs"
     yield ""
     yield from _libraries(faults, gpu)
+    yield f"  library in C: {c_library.found() or 'none, which nothing needs'}"
+    yield from (f"    {name}: {said()}" for name, said in c_library.USERS.items())
     yield ""
     yield from _settings()
     if faults:

@@ -147,6 +147,7 @@ _OVERLAP = (
 OURS = (
     *_context.__all__,
     "convert",
+    "linear_cross_entropy",
     "measure_saved",
     "memory_report",
     "nonfinite_report",
@@ -203,6 +204,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.attention.rope": _of(_rope, ("RotaryPositionEmbedding", *_ROPE)),
     "pytorch.constants": _of(_constants, _constants.__all__),
     "pytorch.cpu_offload": _of(_offload, _offload.__all__),
+    "pytorch.cross_entropy": _of(te_torch, ("parallel_cross_entropy",)),
     "pytorch.custom_recipes.quantizer_factories": _ending(quantizer_factories, "_factory"),
     "pytorch.custom_recipes.quantizer_factory_zoo": _ending(quantizer_factory_zoo, "_factory"),
     "pytorch.distributed": _of(_checkpoint, _RECOMPUTE)

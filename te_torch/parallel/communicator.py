@@ -21,6 +21,7 @@ from te_core.layers.meeting import Facts, disagreement
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.exchange import ALL_GATHER, PASSING, REDUCE_SCATTER, REDUCTIONS, all_gather_object, failed, telling
+from te_torch.parallel.peers import GroupPeers, peers_of
 from te_torch.parallel.symmetric import symmetric_sum
 from te_torch.runtime import TO_TORCH, piece_to_torch
 
@@ -61,6 +62,10 @@ class GroupCommunicator:
         self.group, self.agreed, self.around = group, agreed, around or {}
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.met = False
+
+    def peers(self, rt: Runtime) -> GroupPeers | None:
+        """See `Communicator`."""
+        return peers_of(self.group, rt)
 
     def _begin(self, name: str, function: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Handle:
         try:

@@ -20,6 +20,7 @@ from te_core import env
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.overlap import BULK, EXTERNAL, METHODS, PIPELINE, RING, Overlap, Way
 from te_core.precision import Precision
+from te_torch.parallel import peers
 from te_torch.values import is_flag
 
 
@@ -280,9 +281,10 @@ def _settled(
 
 
 def destroy_ub() -> None:
-    """Let go of overlap: modules run plain from the next forward on."""
+    """Let go of overlap, and of memory that ranks read of one another: modules run plain from the next forward on."""
     if _process.settings is not None:
         _process.become(None)
+        peers.let_go()
 
 
 def is_ub_initialized() -> bool:
@@ -450,7 +452,7 @@ def _ways(
         return fprop if flags.ub_overlap_rs else None, dgrad if gathered else None, wgrad if gathered else None
     scattered = flags.ub_overlap_rs_dgrad
     if scattered and not gemms["dgrad"].chosen:
-        dgrad = Way(RING)
+        dgrad = Way(RING, chosen=False)
     if (scattered or flags.ub_bulk_dgrad) and scattered is (dgrad.method == BULK):
         raise ArgumentError(
             operation,
@@ -463,7 +465,7 @@ def _ways(
 
 
 def _way(gemm: OverlappedGemm) -> Way:
-    return Way(gemm.method, gemm.num_splits if gemm.method == PIPELINE else 0)
+    return Way(gemm.method, gemm.num_splits if gemm.method == PIPELINE else 0, gemm.chosen)
 
 
 def _check_hosts(operation: str, group: Any) -> None:

@@ -1,4 +1,4 @@
-"""The player in C (bindings/c), built for tests, on its stubs of the driver and cuBLASLt; and its calls by ctypes."""
+"""The player in C (bindings/c), built for tests, on stubs of the driver, cuBLASLt and cuDNN; its calls by ctypes."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class Options(ctypes.Structure):
         ("user", c_void_p),
         ("libcuda", c_char_p),
         ("libcublaslt", c_char_p),
+        ("libcudnn", c_char_p),
     ]
 
 
@@ -132,16 +133,26 @@ def library() -> ctypes.CDLL:
     lib.te_program_block_bytes.argtypes = [pointer, c_int32, POINTER(c_size_t)]
     lib.te_program_run.argtypes = [pointer, POINTER(Run)]
     lib.te_program_prepare.argtypes = [pointer, c_int32, pointer]
+    lib.te_layer_open.argtypes = [pointer, c_char_p, c_char_p, place]
+    lib.te_layer_slots.argtypes = [pointer, POINTER(POINTER(LayerSlot)), POINTER(c_int32), POINTER(c_int32)]
+    tensors = POINTER(POINTER(DLTensor))
+    lib.te_forward.argtypes = [pointer, pointer, tensors, c_int32, tensors, c_int32, place]
+    lib.te_backward.argtypes = [pointer, pointer, pointer, tensors, c_int32, tensors, c_int32]
+    lib.te_scaling_create.argtypes = [pointer, place]
+    lib.te_scaling_update.argtypes = [pointer, place, c_int32]
+    lib.te_layer_save.argtypes = [pointer, c_char_p]
+    for free in (lib.te_layer_free, lib.te_scaling_free, lib.te_saved_free, lib.te_close):
+        free.argtypes, free.restype = [] if free is lib.te_close else [pointer], None
     return lib
 
 
 @cache
 def stub() -> ctypes.CDLL:
-    """The driver and the cuBLASLt that are not there."""
+    """The driver, the cuBLASLt and the cuDNN that are not there."""
     lib = ctypes.CDLL(str(built() / "libstub.so"))
     lib.stub_log.restype = c_char_p
     lib.stub_note.argtypes = [c_char_p]
-    lib.stub_arguments.argtypes = [c_char_p, c_char_p]
+    lib.stub_arguments.argtypes = [c_char_p, c_uint64, c_char_p]
     lib.stub_lt_version.argtypes = [c_size_t, ctypes.c_int]
     lib.stub_fail.argtypes = [c_char_p, ctypes.c_int, ctypes.c_int]
     lib.stub_mute(0)
@@ -169,16 +180,23 @@ class CRuntime:
     functions in C, give its memory."""
 
     def __init__(
-        self, alloc: Any = None, free: Any = None, libcuda: str = "", libcublaslt: str = "", stream: int = 5
+        self,
+        alloc: Any = None,
+        free: Any = None,
+        libcuda: str = "",
+        libcublaslt: str = "",
+        libcudnn: str = "",
+        stream: int = 5,
+        device_type: int = 2,
     ) -> None:
         stubbed = str(built() / "libstub.so")
-        names = [(path or stubbed).encode() for path in (libcuda, libcublaslt)]
+        names = [(path or stubbed).encode() for path in (libcuda, libcublaslt, libcudnn)]
         self._alloc = _ALLOC() if alloc is None else alloc
         self._free = _FREE() if free is None else free
         if not isinstance(self._alloc, _ALLOC):
             self._alloc = _ALLOC(lambda nbytes, alignment, stream, _: alloc(nbytes, alignment, stream or 0))
             self._free = _FREE(lambda address, stream, _: free(address, stream or 0))
-        options = Options(ctypes.sizeof(Options), 2, 0, stream, self._alloc, self._free, 4096, *names)
+        options = Options(ctypes.sizeof(Options), device_type, 0, stream, self._alloc, self._free, 4096, *names)
         self.handle = c_void_p()
         check(library().te_runtime_create(byref(options), byref(self.handle)))
 
@@ -248,3 +266,78 @@ def tensor(slot: Slot, address: int) -> DLTensor:
     shape = (ctypes.c_int64 * max(1, len(slot.shape)))(*slot.shape)
     strides = None if slot.strides is None else (ctypes.c_int64 * max(1, len(slot.strides)))(*slot.strides)
     return DLTensor(address, 2, 0, len(slot.shape), slot.code, slot.bits, 1, shape, strides, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ layers
+
+
+class LayerSlot(ctypes.Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("name", c_char_p),
+        ("shape", c_char_p),
+        ("dtypes", c_char_p),
+        ("role", ctypes.c_int),
+        ("optional", c_int32),
+        ("gradient", c_int32),
+    ]
+
+
+def host_tensor(t: Any) -> DLTensor | None:
+    """The DLTensor of a te_core Tensor, which has to outlive it."""
+    if t is None:
+        return None
+    shape = (ctypes.c_int64 * max(1, len(t.shape)))(*t.shape)
+    strides = None if t.strides is None else (ctypes.c_int64 * max(1, len(t.strides)))(*t.strides)
+    kind, index = (1, 0) if t.device.kind == "cpu" else (2, t.device.index)
+    return DLTensor(t.ptr, kind, index, len(t.shape), t.dtype.dlpack_code, t.dtype.bits, 1, shape, strides, 0)
+
+
+def _pointers(tensors: Sequence[Any]) -> Any:
+    made = (POINTER(DLTensor) * max(1, len(tensors)))()
+    for i, t in enumerate(tensors):
+        if t is not None:
+            made[i] = ctypes.pointer(t)
+    return made
+
+
+class CLayer:
+    """A te_layer, with its state."""
+
+    def __init__(self, runtime: c_void_p, name: str, options: str | None = None, scaled: bool = False) -> None:
+        self.runtime, self.handle, self.scaling = runtime, c_void_p(), c_void_p()
+        text = None if options is None else options.encode()
+        check(library().te_layer_open(runtime, name.encode(), text, byref(self.handle)))
+        if scaled:
+            check(library().te_scaling_create(self.handle, byref(self.scaling)))
+
+    def slots(self) -> tuple[list[LayerSlot], list[LayerSlot]]:
+        """(inputs, outputs)."""
+        found, inputs, outputs = POINTER(LayerSlot)(), c_int32(), c_int32()
+        check(library().te_layer_slots(self.handle, byref(found), byref(inputs), byref(outputs)))
+        every = [found[i] for i in range(inputs.value + outputs.value)]
+        return every[: inputs.value], every[inputs.value :]
+
+    def forward(self, inputs: Sequence[Any], outputs: Sequence[Any], keep: bool = True) -> c_void_p:
+        """What was kept."""
+        saved = c_void_p()
+        given = _pointers(inputs), len(inputs), _pointers(outputs), len(outputs)
+        check(library().te_forward(self.handle, self.scaling, *given, byref(saved) if keep else None))
+        return saved
+
+    def backward(self, saved: c_void_p, dy: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Releases what was kept."""
+        given = _pointers(dy), len(dy), _pointers(gradients), len(gradients)
+        check(library().te_backward(self.handle, self.scaling, saved, *given))
+
+    def update(self) -> None:
+        """The next scales."""
+        check(library().te_scaling_update(self.runtime, byref(self.scaling), 1))
+
+    def save(self, path: Path) -> None:
+        """What was recorded, as a file."""
+        check(library().te_layer_save(self.handle, str(path).encode()))
+
+    def free(self) -> None:
+        """It is gone."""
+        library().te_layer_free(self.handle)

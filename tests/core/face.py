@@ -26,6 +26,7 @@ from te_core.ops.attention import Attended
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
 from te_core.ops.context import Span
 from te_core.ops.kv_cache import KVCache
+from te_core.ops.loss import LossTerms
 from te_core.ops.norm import Branch
 from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamTensors, SgdRule, SgdTensors
 from te_core.ops.quantize import ScalingState
@@ -91,6 +92,21 @@ def _context(rt: Runtime, heads: Tensor, done: Attended) -> dict[str, tuple[tupl
     }
 
 
+def _losses(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    x, goal, terms, facts = (
+        tensor(rt, ROWS, WIDTH),
+        rt.tensor(np.arange(ROWS)),
+        LossTerms(WIDTH),
+        tensor(rt, 2, ROWS, 3),
+    )
+    gradient = {"terms": terms, "known": facts, "grad": tensor(rt, ROWS), "out": tensor(rt, ROWS, WIDTH)}
+    return {
+        "loss_facts": ((x, goal), {"terms": terms, "out": tensor(rt, ROWS, 3)}),
+        "loss_gradient": ((x, goal), gradient),
+        "loss_values": ((facts, goal), {"terms": terms}),
+    }
+
+
 def _lists(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Of the operations on lists of tensors."""
     a, b, half = tensor(rt, ROWS), tensor(rt, ROWS), tensor(rt, ROWS, dtype=dtypes.float16)
@@ -114,8 +130,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
     q8, w8 = ops.quantize(rt, x, cast(rt)), ops.quantize(rt, w, cast(rt))
     rng = rt.tensor(np.array([1, 2], np.int64))
     heads, freqs = tensor(rt, 8, 2, HEADS, D), tensor(rt, 8, D)
-    packed = tensor(rt, 8, 2, 3 * HEADS * D)
-    scores = tensor(rt, 2, HEADS, 8, 8)
+    packed, scores = tensor(rt, 8, 2, 3 * HEADS * D), tensor(rt, 2, HEADS, 8, 8)
     cache = KVCache(*(tensor(rt, 2, 16, HEADS, D) for _ in range(2)))
     paged = KVCache(*(tensor(rt, 4, 8, HEADS, D) for _ in range(2)), rt.tensor(np.array([[0, 1], [2, 3]], np.int32)))
     state = ScalingState(tensor(rt, 3, value=1.0), tensor(rt, 4, 3, value=1.0), tensor(rt, 3, value=1.0), 448.0)
@@ -133,10 +148,12 @@ def operations(rt: Runtime) -> dict[str, Right]:
     chunks = rt.tensor(np.array([3, 5], np.int32)), rt.tensor(np.array([1, 0], np.int32))
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         **_context(rt, heads, done),
+        **_losses(rt),
         **_lists(rt),
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
+        "rank_sum": ((tensor(rt, 3, ROWS, WIDTH),), {"out": tensor(rt, ROWS, WIDTH)}),
         "amax": ((x,), {"out": none}),
         "amax_many": (([x, w],), {}),
         "attention_forward": ((heads, heads, heads), {"spec": spec}),

@@ -27,9 +27,11 @@ from te_core.driver import _SIGNATURES, Driver
 from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.runtime import Allocator, Runtime
+from te_core.tape import native
 from te_core.tensor import Device, Tensor, cuda_device
 from tests.core import fake_cudnn
 from tests.core.fake_cudnn import H200
+from tests.core.fake_doors import Doors
 from tests.core.fake_tables import table
 
 B200 = DeviceInfo("NVIDIA B200", (10, 0), 148, 126 << 20, 180 << 30, (13, 0))
@@ -480,6 +482,8 @@ class Machine:
             patch.setattr(known, "_kept", {})
         patch.setattr(gemm_tune, "_store", None)
         patch.setattr(Runtime, "workspace", self._noting(Runtime.workspace))
+        self.doors = Doors(self)
+        patch.setattr(native, "doors", self.doors)
 
     def kernels(self) -> list[loader.Kernel]:
         """What was loaded, on all devices."""

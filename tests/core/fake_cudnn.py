@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
 from te_core import device, libraries
-from te_core.backends.cuda import attention_graph, backend, cudnn
+from te_core.backends.cuda import attention_graph, backend, cudnn, cudnn_stored
 from te_core.device import DeviceInfo
 from te_core.dtypes import DType
 from te_core.kernels import loader
@@ -26,6 +27,28 @@ from te_core.tensor import Tensor, cuda_device
 VERSION = (9, 19, 0)
 INDEX = 7  # of a device whose plans no other test makes
 H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 50 << 20, 141 << 30, (13, 0))
+
+
+#: Bytes of the workspace that are the frontend's.
+IN_FRONT = 128
+SLOPES = ["3F000000", "3E800000", "3E000000"]
+
+
+def ubjson(value: Any) -> bytes:
+    """A value as the frontend writes it."""
+    if isinstance(value, bool):
+        return b"T" if value else b"F"
+    if isinstance(value, int):
+        for mark, form in ((b"i", ">b"), (b"U", ">B"), (b"I", ">h"), (b"l", ">i"), (b"L", ">q")):
+            with suppress(struct.error):
+                return mark + struct.pack(form, value)
+    if isinstance(value, float):
+        return b"D" + struct.pack(">d", value)
+    if isinstance(value, str):
+        return b"S" + ubjson(len(value)) + value.encode()
+    if isinstance(value, list):
+        return b"[" + b"".join(map(ubjson, value)) + b"]"
+    return b"{" + b"".join(ubjson(key)[1:] + ubjson(part) for key, part in value.items()) + b"}"
 
 
 class Calls:
@@ -135,14 +158,47 @@ class Built:
     def get_workspace_size(self) -> int:
         return self.needs
 
+    @property
+    def zeroed(self) -> bool:
+        """Whether the frontend zeroes a part of the workspace before a run."""
+        return bool(self.needs) and self.operation.endswith("backward")
+
+    @property
+    def slopes(self) -> bool:
+        """Whether it copies numbers there."""
+        return bool(self.needs) and "use_alibi_mask" in self.options
+
+    @property
+    def plan(self) -> str:
+        """cuDNN's own."""
+        known = {"operation": self.operation, "parts": sorted(self.parts), "slopes": self.slopes}
+        return json.dumps({**known, "workspace": max(0, self.needs - IN_FRONT)})
+
+    def stored(self) -> dict[str, Any]:
+        """What the frontend stores, as far as it matters."""
+        changes: dict[str, Any] = {"9100": [2, 0, []]} if self.needs else {}
+        changes |= {"9101": [1, 64, ["42000000"]]} if self.zeroed else {}
+        changes |= {"9102": [0, 96, SLOPES]} if self.slopes else {}
+        scalars = {"9000": {"index": 3, "value": "3E000000"}, "9001": {"index": 0, "value": -(1 << 40)}}
+        return {
+            "json_version": "2.0",
+            "cudnn_backend_data": self.plan,
+            "variant_pack_uids": [*self.parts, 9000, 9001, *map(int, changes)],
+            "pass_by_values": scalars,
+            "workspace_modifications": changes,
+            "variant_pack_replacements": [],
+            "fe_workspace_size": IN_FRONT if self.needs else 0,
+        }
+
     def serialize(self, as_bytes: bool) -> bytes:
-        return json.dumps([self.operation, *sorted(self.parts)]).encode()
+        return ubjson(self.stored())
 
     def deserialize(self, *arguments: Any) -> None:
         if self.calls.refuse_stored:
             raise self.calls.refuse_stored
-        self.operation, *numbers = json.loads(arguments[-1])
-        self.parts = {number: Part(self) for number in numbers}
+        known = json.loads(cudnn_stored._Reader(arguments[-1]).value()["cudnn_backend_data"])
+        self.operation, self.options = known["operation"], {"use_alibi_mask": True} if known["slopes"] else {}
+        self.parts = {number: Part(self) for number in known["parts"]}
 
     def _prepare_variant_pack_template(self) -> None:
         pass

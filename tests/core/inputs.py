@@ -29,15 +29,15 @@ SHAPES = [
 
 
 class Poison:
-    """An allocator whose memory is full of 0xa5, so that an element nobody wrote shows."""
+    """An allocator whose memory is full of one byte, so that an element nobody wrote shows."""
 
-    def __init__(self, rt: Runtime) -> None:
-        self._rt = rt
+    def __init__(self, rt: Runtime, byte: int) -> None:
+        self._rt, self._byte = rt, byte
 
     def empty(self, shape, dtype, stream) -> Tensor:
         t = self._rt.allocator.empty(shape, dtype, stream)
         if t.size:
-            self._rt.backend.copy_from_host(self._rt, np.full(t.nbytes, 0xA5, np.uint8), _bytes(t))
+            self._rt.backend.copy_from_host(self._rt, np.full(t.nbytes, self._byte, np.uint8), _bytes(t))
         return t
 
 
@@ -45,9 +45,9 @@ def _bytes(t: Tensor) -> Tensor:
     return Tensor(t.ptr, (t.nbytes,), dtypes.uint8, t.device, t)
 
 
-def poisoned(rt: Runtime) -> Runtime:
-    """The same place, with poisoned memory."""
-    return Runtime(rt.device, rt.stream, Poison(rt), rt.backend)
+def poisoned(rt: Runtime, byte: int = 0xA5) -> Runtime:
+    """The same place, with poisoned memory (of 0xff, floats are NaN)."""
+    return Runtime(rt.device, rt.stream, Poison(rt, byte), rt.backend)
 
 
 def placed(rt: Runtime, array: np.ndarray, offset: int = 0) -> Tensor:

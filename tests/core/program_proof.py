@@ -16,13 +16,17 @@ from typing import Any
 import pytest
 
 from te_core.backends.cuda import cublaslt as lt_
+from te_core.backends.cuda.attention import constants_at
+from te_core.backends.cuda.attention_graph import UIDS
 from te_core.kernels.loader import TableLaunch
 from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape import program_file as file
 from te_core.tape import taped
+from te_core.tape.bound import Bound, Group
 from te_core.tape.program import program_of
 from te_core.tape.program_file import Entry, pack
 from te_core.tape.tape import Tape
+from tests.core import fake_cudnn
 from tests.core.c_library import CProgram, CRuntime, stub, tensor
 from tests.core.fake_cuda import Machine
 from tests.core.tape_proof import Tapes, run
@@ -36,7 +40,10 @@ def _pointer(number: int) -> str:
     return hex(number) if number else "(nil)"
 
 
-def _digest(image: bytes) -> int:
+MASK = (1 << 64) - 1
+
+
+def digest_of(image: bytes) -> int:
     digest = 14695981039346656037
     for byte in image:
         digest = (digest ^ byte) * 1099511628211 & (1 << 64) - 1
@@ -48,6 +55,7 @@ class Doors:
 
     def __init__(self, machine: Machine, patch: pytest.MonkeyPatch) -> None:
         self.machine, self.lines = machine, []  # type: ignore[var-annotated]
+        self.numbers: list[int] = []  # where the player has those of a soft-cap
         self.tables: dict[str, int] = {}  # bytes of what kernels take by value
         patch.setattr(machine.binding, "launchKernel", self._launch)
         patch.setattr(machine.lt, "matmul", self._multiply)
@@ -57,6 +65,8 @@ class Doors:
             ("_cuStreamWaitEvent", lambda stream, event, flags: f"wait stream {_pointer(stream)}"),
         ):
             patch.setattr(machine.lib, name, partial(self._noted, getattr(machine.lib, name), form))
+        ran = machine.graphs.ran
+        patch.setattr(machine.graphs, "ran", lambda run: (self._attend(run), ran(run)))
 
     def _noted(self, function: Callable[..., int], form: Callable[..., str], *arguments: Any) -> int:
         self.lines.append(form(*arguments))
@@ -66,13 +76,13 @@ class Doors:
         """Of a kernel's arguments, as the stub is told them."""
         (letters,) = {k.letters for k in self.machine.kernels() if k._function == function}
         entry = self.machine.binding.functions[function][1]
-        return f"b{self.tables[entry]}" if letters == "b" else letters
+        return f"b{self.tables.get(entry, 0)}" if letters == "b" else letters  # 0: nobody compares this launch
 
     def _launch(self, function: int, *rest: int) -> None:
         *sizes, stream, pointers, _ = rest
         letters = self.letters(function)
         text, entry = self.machine.binding.functions[function]
-        line = f"launch {entry} {_digest(text.encode()):016x} {' '.join(map(str, sizes))} stream {_pointer(stream)}:"
+        line = f"launch {entry} {digest_of(text.encode()):016x} {' '.join(map(str, sizes))} stream {_pointer(stream)}:"
         at = ctypes.c_uint64.from_address(pointers).value if letters else 0
         if letters[:1] == "b":
             line += ctypes.string_at(at, int(letters[1:])).hex()
@@ -96,6 +106,31 @@ class Doors:
             line += " alpha {:g} {:g}".format(*(ctypes.c_float.from_address(at).value for at in (alpha, beta)))
         line += f" algorithm {ctypes.string_at(algorithm, lt_.ALGO_BYTES).hex()}: {' '.join(map(_hex, (a, b, c, d)))}"
         self.lines.append(f"{line} workspace {_hex(workspace)} {nbytes} stream {_pointer(stream)}")
+
+    def _attend(self, run: fake_cudnn.Run) -> None:
+        """What a real frontend does of a run: it prepares the workspace, and adds to the tensors that it is given."""
+        graph, at, stream = run.graph, run.workspace, f"stream {_pointer(run.stream)}"
+        addresses = dict(run.at)
+        for begin in self.numbers:
+            held = next(a for a in addresses.values() if constants_at(self.machine.devices[0], a))
+            start, content = constants_at(self.machine.devices[0], held)  # type: ignore[misc]
+            self.lines.append(f"copy {_hex(begin)} {len(content)} {content.hex()} {stream}")
+            moved = {start + i: begin + i for i in range(len(content))}
+            addresses = {name: moved.get(address, address) for name, address in addresses.items()}
+        if graph.slopes:
+            content = b"".join(int(one, 16).to_bytes(4, "little") for one in fake_cudnn.SLOPES)
+            self.lines.append(f"copy {_hex(at + 96)} {len(content)} {content.hex()} {stream}")
+        if graph.zeroed:
+            self.lines.append(f"fill {_hex(at + 64)} 0 32 {stream}")
+        known = {UIDS[name]: pointer for name, pointer in addresses.items()} | {
+            9000: 0x3E000000,
+            9001: -(1 << 40) & MASK,
+        }
+        if graph.needs:
+            known |= {9100: at} | ({9101: at + 64} if graph.zeroed else {}) | ({9102: at + 96} if graph.slopes else {})
+            at += fake_cudnn.IN_FRONT
+        tensors = "".join(f" {uid}={_hex(known[uid])}" for uid in sorted(known))
+        self.lines.append(f"attend {digest_of(graph.plan.encode()):016x}{tensors} workspace {_pointer(at)} {stream}")
 
 
 class Memory:
@@ -153,6 +188,7 @@ class Proof:
         stub().stub_device(1, *machine.info.capability)
         self.c = CRuntime(self.memory.take_in_c, self.memory.drop_in_c)
         self.steps = self.tapes = 0
+        patch.setattr(Bound, "_group", in_order)
 
     def tape(self, tape: Tape) -> None:
         """The program of a tape does what the tape does, from two sets of addresses, and in a block."""
@@ -161,11 +197,12 @@ class Proof:
             if isinstance(step, TableLaunch):
                 self.doors.tables[step.kernel.name] = len(step.table)
         program = program_of(tape)
+        self.doors.numbers.clear()
         for step in program.entries[0].steps:
             if step.kind in (file.LAUNCH, file.TABLE):
                 f = program.functions[step.target]
                 letters = f.letters.replace("r", "p") if step.kind == file.LAUNCH else f"b{step.other}"
-                stub().stub_arguments(f.name.encode(), letters.encode())
+                stub().stub_arguments(f.name.encode(), digest_of(program.modules[f.module]), letters.encode())
         player = self.c.load(pack(program))
         entry = program.entries[0]
         try:
@@ -188,7 +225,14 @@ class Proof:
     def _by_callbacks(self, tape: Tape, entry: Entry, player: CProgram) -> None:
         inputs = self._inputs(entry)
         self.memory.planned, self.memory.given = None, []
+        self.doors.lines.clear()
+        numbers = entry.slots[len(tape.slots) :]
+        for s in entry.slots if numbers else ():  # the player has taken all of it by the first step
+            address = self.rt.workspace(s.name, s.nbytes) if s.role == file.SCRATCH else 0
+            self.doors.numbers = [address] if s in numbers else []
+        begin = list(self.doors.lines)
         at, lines = self._replayed(tape, inputs)
+        lines = begin + lines
         outputs = [s for s in entry.slots if s.role in (file.OUTPUT, file.SAVED)]
         made = [tensor(s, 0) for s in outputs]
         played = self._played(player, entry, inputs, made, 0)
@@ -204,7 +248,9 @@ class Proof:
         takes = [step.target for step in entry.steps if step.kind == file.TAKE]
         self.memory.planned = [where[i] for i in takes if entry.slots[i].role != file.SCRATCH]
         self.memory.given = []
-        known = {(s.name, tape.slots[i].way): where[i] for i, s in enumerate(entry.slots) if s.role == file.SCRATCH}
+        scratch = {i: s for i, s in enumerate(entry.slots) if s.role == file.SCRATCH}
+        known = {(s.name, tape.slots[i].way): where[i] for i, s in scratch.items() if i < len(tape.slots)}
+        self.doors.numbers = [where[i] for i in scratch if i >= len(tape.slots)]
         with self._scratch_at(tape, known):
             at, lines = self._replayed(tape, inputs)
         zeroed = [(at[i], s.nbytes) for i, s in enumerate(entry.slots) if s.zeroed and s.place != file.NOWHERE]
@@ -242,6 +288,12 @@ class Proof:
         player.run(given, outputs, block=block)
         log: str = stub().stub_log().decode()
         return log.splitlines()
+
+
+def in_order(bound: Bound, rank: int) -> Group:
+    """A replay that does everything in the order of its tape, as a program does."""
+    bound._groups.append(Group())
+    return bound._groups[-1]
 
 
 _STREAM = re.compile(r"(?<=stream )[^:\s]+")

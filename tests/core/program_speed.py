@@ -83,7 +83,7 @@ def measured(machine: Machine, runtime: CRuntime, timer: Any, build: Any) -> lis
             asked = player.asked(given, outputs)
             both = [(python_ns(rt, tape), timer(player.handle, ctypes.byref(asked), 10 * CALLS)) for _ in range(ROUNDS)]
             player.free()
-            steps = sum(step.kind <= file.FILL for step in entry.steps)
+            steps = sum(step.kind <= file.COPY for step in entry.steps)
             found.append((tape.what, steps, min(p for p, _ in both), min(c for _, c in both)))
     return found
 

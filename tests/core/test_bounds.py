@@ -13,10 +13,16 @@ from tools.house import sources
 
 #: Of a module or a class, and what keeps each finite. A new one has to find its place here.
 BOUNDS = {
+    "c_library.USERS": "packages of ours that may use the library in C",
+    "c_library._loaded": "libraries that TE_CORE_LIBRARY named",
     "dtypes._BY_NAME": "our dtypes",
+    "embed.doors._closers": "libraries",
+    "embed.doors._things": "what C has not let go of",
     "env._told": "1000",
     "kernels.compiler._headers": "header files",
     "layers.attention._parts": "1024, the least recently used goes",
+    "layers.overlap_choice.measured": "one table",
+    "layers.overlap_choice.fastest": "1024, the least recently used goes",
     "layers.context.sides.planned": "1024, the least recently used goes",
     "libraries._handles": "libraries",
     "naming._renamed": "our classes",

@@ -13,6 +13,7 @@ from te_core.backends.meta import backend as meta
 from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels import loader
 from te_core.ops.activation import Clamp
+from te_core.ops.loss import LossTerms
 from te_core.ops.optimizer import AdamRule, AdamTensors, SgdRule, SgdTensors
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
@@ -224,6 +225,27 @@ def test_a_row_of_scores_is_held_or_streamed(machine: Machine, asked: Any) -> No
     for columns in (1024, 40000):
         ops.softmax_forward(rt, tensor(rt, 1, 1, 2, columns))
     assert [c["ITERS"] > 0 for name, c in asked if name == "softmax_forward"] == [True, False]
+
+
+def test_a_row_of_logits_is_held_or_a_part_of_it(machine: Machine, asked: Any) -> None:
+    """A block's threads and vectors, by the row, also where that is no whole vectors."""
+    rt = machine.runtime()
+    held = []
+    for classes in (8, 32000, 128256, 50257):
+        x, goal = tensor(rt, 2, classes, dtype=dtypes.bfloat16), rt.tensor(np.zeros(2, np.int64))
+        call = Right(ops.loss_gradient, (rt, x, goal), {"terms": LossTerms(classes), "out": x})
+        assert launched(machine, call) == ["loss"]
+    for name, c in asked:
+        if name == "loss":
+            held.append((c["VEC"], c["SIZE"], c["HELD"], c["PEEL"]))
+            assert (c["FIND"], c["GRADIENT"]) == (True, True)
+    assert held == [(8, 128, 1, 0), (8, 512, 8, 0), (8, 1024, 14, 0), (8, 1024, 7, 1)]
+    known = rt.empty((2, 2, 3), dtypes.float32)
+    ops.loss_facts(rt, x, goal, terms=LossTerms(2 * classes))
+    ops.loss_gradient(rt, x, goal, terms=LossTerms(2 * classes), known=known)
+    assert [(c["FIND"], c["GRADIENT"]) for name, c in asked if name == "loss"][4:] == [(True, False), (False, True)]
+    ops.loss_values(rt, known, goal, terms=LossTerms(2 * classes), total="mean of some")
+    assert [c["HOW"] for name, c in asked if name == "loss_values"] == [2]
 
 
 @pytest.mark.more

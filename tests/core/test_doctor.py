@@ -36,6 +36,7 @@ def test_the_door():
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"({len(env.VARIABLES)} can be: python -m te_core.doctor --variables)" in ran.stdout
     assert all(f"  {name} " in ran.stdout for name in libraries.KNOWN)
+    assert "  library in C: " in ran.stdout
     assert all(recipe in ran.stdout for recipe in RECIPES)
     assert ("cuda:0" if cuda_devices() else "Runtime.cpu") in ran.stdout
 

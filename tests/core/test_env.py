@@ -19,8 +19,9 @@ from te_core.errors import ArgumentError
 from tools.house import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What others read is put there, and taken back: the loader's path while the cuDNN frontend looks for its library.
-WRITES = {"te_core.backends.cuda.cudnn"}
+#: What others read is put there, and taken back: the loader's path while the cuDNN frontend looks for its library, and
+#: no multicast while torch maps memory.
+WRITES = {"te_core.backends.cuda.cudnn", "te_torch.parallel.peers"}
 
 
 @pytest.fixture(autouse=True)

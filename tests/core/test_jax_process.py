@@ -13,16 +13,23 @@ from tests.backends import requires_cuda
 
 TESTS = Path(__file__).parents[1]
 FILES = ["core/test_tensor_dlpack.py", "torch/test_functional_arrays.py"]
-FILES += sorted(str(path.relative_to(TESTS)) for path in (TESTS / "jax").glob("test_te_jax*.py"))
+BY_C = "jax/test_te_jax_by_c.py"
+FILES += sorted(str(p.relative_to(TESTS)) for p in (TESTS / "jax").glob("test_te_jax*.py") if p.name not in BY_C)
 #: XLA tries out no kernels of its own.
 QUICK = "--xla_gpu_autotune_level=0"
+#: Whether it records te_jax's calls in command buffers.
+APART = "--xla_gpu_enable_command_buffer=-CUSTOM_CALL"
+CAPTURED = "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
 
 
 @requires_cuda
-@pytest.mark.parametrize("file", FILES)
-def test_jax_on_a_gpu(file: str) -> None:
+@pytest.mark.parametrize(
+    "file, flags", [*((file, "") for file in FILES), (BY_C, APART), (BY_C, CAPTURED)],
+    ids=[*FILES, "by_c apart", "by_c captured"],
+)  # fmt: skip
+def test_jax_on_a_gpu(file: str, flags: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    env |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} {QUICK}"}
+    env |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} {QUICK} {flags}"}
     command = [sys.executable, "-m", "pytest", "-q", "--require-cuda", "-o", "faulthandler_timeout=100"]
     command += ["-k", "(jax and cuda) or te_jax", file]
     try:  # a process that hangs says where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from te_core.layers import mlp, norm_linear
 from te_core.layers.communicator import InProcessCommunicator, InProcessRanks
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.layers.norm import NormSpec
-from te_core.layers.overlap import Overlap, Summed, Way
+from te_core.layers.overlap import Overlap, Way
 from te_core.layers.parallel import Split
+from te_core.ops import raw as ops
 from te_core.precision import Precision
 from te_core.runtime import HostAllocator, Runtime
 from te_core.tensor import Tensor
@@ -25,10 +27,11 @@ from tests.core.test_parallel import Case, precision_of
 from tests.core.test_tape_ranks import Layer
 from tests.covering import covering
 from tests.recordings import tapes
+from tests.tiled_products import tiled_products
 
 RT = Runtime.cpu()
 FP32 = dtypes.float32
-ROOM = 1 << 24
+ROOM = 1 << 18
 RING, BULK, EXTERNAL = Way("ring_exchange"), Way("bulk"), Way("external")
 RECIPES = (None, "delayed", "current", "block", "block tiled x", "mxfp8", "nvfp4")
 #: How GEMMs overlap, by the mode of the weight.
@@ -75,6 +78,12 @@ class Late(InProcessCommunicator):
 
     def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Any:
         return self._late(out, lambda: super(Late, self).reduce_scatter(rt, whole, out).wait())
+
+
+@pytest.fixture(autouse=True)
+def in_tiles() -> Iterator[None]:
+    with tiled_products():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -155,9 +164,9 @@ def test_what_nobody_needs(mode: str, recipe: str | None, needs: tuple[bool, boo
 
 def test_a_sum_is_rounded_once() -> None:
     """In bf16 1 + 2^-8 is 1, so the sum by twos would be 1, and that of all is 1 + 2^-7."""
-    tensors = [RT.tensor(np.full((2, 4), value, np.float32), dtypes.bfloat16) for value in (1, 2**-8, 2**-8)]
+    tensors = RT.tensor(np.array([1, 2**-8, 2**-8], np.float32).repeat(8).reshape(3, 2, 4), dtypes.bfloat16)
     out = RT.empty((2, 4), dtypes.bfloat16)
-    Summed(RT, [], tensors, out).wait()
+    ops.rank_sum(RT, tensors, out=out)
     assert (RT.numpy(out).astype(np.float32) == 1 + 2**-7).all()
 
 
@@ -190,6 +199,27 @@ def layer_inputs(kind: str, rank: int, size: int, turn: int, rows: int) -> tuple
     ]
 
 
+def layer_run(
+    ranks: Any, kind: str, how: str | None, recipe: str | None, recorded: bool
+) -> tuple[list[Any], list[LinearSpec]]:
+    """The results of five steps on all ranks, and the specs of the layer's products."""
+    size = ranks.size
+    spec = mlp_spec(precision_of(recipe), size, how)
+    module: Any = mlp
+    if kind != "mlp":
+        spec, module = norm_linear.NormLinearSpec(spec.norm, spec.fc1), norm_linear
+    comms, layers = [Late(ranks, rank) for rank in range(size)], [Layer(module, spec, recorded) for _ in range(size)]
+    found = []
+    for turn, rows in enumerate((128, 256, 128, 256, 128)):  # token counts change from step to step
+
+        def step(comm: InProcessCommunicator, turn: int = turn, rows: int = rows) -> list[Any]:
+            given, grads = layer_inputs(kind, comm.rank, size, turn, rows)
+            return layers[comm.rank].step(comms[comm.rank], given, grads)
+
+        found += [ranks.run(step)]
+    return found, [spec.fc1, spec.fc2] if kind == "mlp" else [spec.linear]
+
+
 @covering(
     turns=2,
     kind=["mlp", "norm and linear"],
@@ -199,42 +229,21 @@ def layer_inputs(kind: str, rank: int, size: int, turn: int, rows: int) -> tuple
 )
 def test_layers_interpreted_and_replayed(kind: str, how: str, recipe: str | None, size: int) -> None:
     """Results of plain layers, whether a call is interpreted or replayed, and the same transfers either way."""
-
-    def run(how: str | None, recorded: bool) -> tuple[list[Any], Any, Any]:
-        spec = mlp_spec(precision_of(recipe), size, how)
-        module: Any = mlp
-        if kind != "mlp":
-            spec, module = norm_linear.NormLinearSpec(spec.norm, spec.fc1), norm_linear
-        ranks = InProcessRanks(size)
-        comms, layers = (
-            [Late(ranks, rank) for rank in range(size)],
-            [Layer(module, spec, recorded) for _ in range(size)],
-        )
-        found = []
-        for turn, rows in enumerate((128, 256, 128, 256, 128)):  # token counts change from step to step
-
-            def step(comm: InProcessCommunicator, turn: int = turn, rows: int = rows) -> list[Any]:
-                given, grads = layer_inputs(kind, comm.rank, size, turn, rows)
-                return layers[comm.rank].step(comms[comm.rank], given, grads)
-
-            found += [ranks.run(step)]
-        return found, ranks.log, spec
-
+    replays, calls = InProcessRanks(size), InProcessRanks(size)
     with tapes("first"):
-        wanted, _, _ = run(None, False)
-        interpreted, log, _ = run(how, False)
-        replayed, log_of_replays, spec = run(how, True)
-    assert log == log_of_replays
+        wanted, _ = layer_run(InProcessRanks(size), kind, None, recipe, False)
+        interpreted, _ = layer_run(calls, kind, how, recipe, False)
+        replayed, linears = layer_run(replays, kind, how, recipe, True)
+    assert calls.log == replays.log
     for found in (interpreted, replayed):
         for a, b in zip(flat(found), flat(wanted), strict=True):
             assert (a is None) == (b is None) and (a is None or np.array_equal(a, b))
-    linears = [spec.fc1, spec.fc2] if kind == "mlp" else [spec.linear]
     for linear in linears:  # as the last replays noted it
+        assert linear.parallel is not None and linear.parallel.ran
         assert all(
             said.startswith(("overlapped", "not overlapped by pipeline: a plain"))
             for said in linear.parallel.ran.values()
         )
-        assert linear.parallel.ran
 
 
 # ------------------------------------------------------------------------------------------- what travels

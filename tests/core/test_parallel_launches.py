@@ -41,6 +41,9 @@ class Silent:
     def all_reduce(self, *_: Any, how: str | None = None) -> Done:
         return self._noted("all_reduce")
 
+    def peers(self, rt: Any) -> None:
+        return None
+
     def send_recv(self, *_: Any) -> Done:
         return self._noted("send_recv")
 
@@ -97,22 +100,14 @@ def test_what_ranks_launch(make: Make, mode: str, sequence: bool, recipe: str | 
 RING = Overlap("fc", Way("ring_exchange"), Way("ring_exchange"), None, 1 << 30)
 #: The same with fprop and dgrad in two parts. A sum is added by a kernel of ours; of a gradient that wgrad reads, too,
 #: the own rows are put among the others'.
-ROW_IN_PARTS = ["send_recv", "send_recv", "context_sum", "bias_dropout_add", "resize"]
+ROW_IN_PARTS = ["send_recv", "send_recv", "rank_sum", "bias_dropout_add", "resize"]
 IN_PARTS = {
-    ("column", None): ["all_gather", "send_recv", "send_recv", "context_sum"],
-    ("column", "delayed"): ["all_gather", "send_recv", "send_recv", "context_sum", "transpose"],
-    ("column", "current"): ["all_gather", "send_recv", "send_recv", "context_sum", "transpose", *AGREED],
-    ("row", None): [
-        "send_recv",
-        "send_recv",
-        "context_sum",
-        "bias_dropout_add",
-        "resize",
-        "column_parts",
-        "column_sum",
-    ],
-    ("row", "delayed"): ["send_recv", "send_recv", "context_sum", "bias_dropout_add", "resize", "transpose"],
-    ("row", "current"): ["send_recv", "send_recv", "context_sum", "bias_dropout_add", "resize", "transpose", *AGREED],
+    ("column", None): ["all_gather", "send_recv", "send_recv", "rank_sum"],
+    ("column", "delayed"): ["all_gather", "send_recv", "send_recv", "rank_sum", "transpose"],
+    ("column", "current"): ["all_gather", "send_recv", "send_recv", "rank_sum", "transpose", *AGREED],
+    ("row", None): [*ROW_IN_PARTS, "column_parts", "column_sum"],
+    ("row", "delayed"): [*ROW_IN_PARTS, "transpose"],
+    ("row", "current"): [*ROW_IN_PARTS, "transpose", *AGREED],
 }
 
 

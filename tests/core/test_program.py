@@ -12,6 +12,7 @@ import pytest
 
 import te_core
 from te_core import calls
+from te_core.backends.cuda.cudnn import Attended, Graph
 from te_core.backends.cuda.gemm_run import Multiplied
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.kernels.reads import only_read
@@ -135,14 +136,32 @@ def test_files_are_printed_and_compared(make: Make, tmp_path: Path, capsys: pyte
     assert main([str(tmp_path / "none.te")]) == 2 and "To do" in capsys.readouterr().err
 
 
+def test_attention_says_what_it_writes(make: Make) -> None:
+    """Its results and its workspace, and nothing that comes in."""
+    machine = make()
+    for tape in tapes_of(machine, Attention({"bias": "alibi", "default_slopes": True, "right": 0})):
+        program = program_of(tape)
+        assert unpack(pack(program)) == program and program.facts["cudnn"] == "91900"
+        (entry,), (plan,) = program.entries, program.plans
+        assert [s.written for s in entry.slots] == [i >= entry.inputs for i in range(len(entry.slots))]
+        said = "\n".join(lines_of(program))
+        assert f"cuDNN graph of {tape_graph(tape).count} tensors, plan" in said and "copy 12 bytes" in said
+        assert len(plan.tensors) > tape_graph(tape).count, "scalars and the workspace's"
+
+
+def tape_graph(tape: Tape) -> Graph:
+    """That of the attention in it."""
+    return next(step.graph for step in tape.steps if isinstance(step, Attended))
+
+
 def test_broken_files_are_refused(make: Make, tmp_path: Path) -> None:
     whole = pack(recorded(examples(make())))
     damaged = whole[:900] + bytes((whole[900] ^ 1,)) + whole[901:]
     for content in (b"", whole[:40], whole[:-1], whole + b"\0", damaged, b"x" + whole[1:]):
         with pytest.raises(ArgumentError, match="program"):
             unpack(content)
-    later = whole[:8] + struct.pack("<I", 2) + whole[12:]
-    with pytest.raises(ArgumentError, match="version 2"):
+    later = whole[:8] + struct.pack("<I", 3) + whole[12:]
+    with pytest.raises(ArgumentError, match="version 3"):
         unpack(later)
     assert sealed(damaged) != damaged and sealed(whole) == whole
 
@@ -158,9 +177,6 @@ def test_a_file_that_others_may_write_is_refused(make: Make, tmp_path: Path) -> 
 
 def test_what_no_program_holds_is_refused(make: Make) -> None:
     machine = make()
-    for tape in tapes_of(machine, Attention(packing="qkv")):
-        with pytest.raises(UnsupportedError, match="attention by cuDNN"):
-            program_of(tape)
     known = examples(machine)["forward"]
     cpu = Runtime.cpu()
     with pytest.raises(UnsupportedError, match="calls on cpu"):

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -24,16 +24,20 @@ from te_core.ops import raw
 from te_core.ops.quantize import ScalingState
 from te_core.program import Example, tape_of
 from te_core.runtime import ByteAllocator, Runtime
+from te_core.tape import program_file as file
 from te_core.tape import taped
-from te_core.tape.program_file import pack, unpack
+from te_core.tape.program_file import Program, Step, pack, unpack
 from te_core.tensor import Tensor
 from tests.backends import HARDWARE, requires_cuda
-from tests.core.c_library import FOLDER
+from tests.core import fake_cudnn
+from tests.core.c_library import FOLDER, CRuntime, PlayerError, stub
+from tests.core.composed_cases import Layer
 from tests.core.fake_cuda import B200, Make
 from tests.core.program_proof import Proof, proved
 from tests.core.tape_cases import FP32, MLP, RECIPES, Linear, Maker
+from tests.core.tape_more_cases import Attention
 from tests.core.test_tape_beside import LAYERS, build, into_memory_of_the_call
-from tests.core.test_tape_cuda import GROUPS, KINDS, SHOWN, SMALL
+from tests.core.test_tape_cuda import ATTENTION, GROUPS, KINDS, SHOWN, SMALL
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason=f"{HARDWARE}no C compiler")
 
@@ -134,6 +138,80 @@ def test_other_layers(proof: Proof, layer: str) -> None:
         proved(proof, case)
 
 
+@pytest.mark.parametrize("scratch", [0, 256, pytest.param(9 << 20, marks=pytest.mark.more)])
+@pytest.mark.parametrize("group", ATTENTION)
+def test_attention(proof: Proof, monkeypatch: pytest.MonkeyPatch, group: str, scratch: int) -> None:
+    """cuDNN's own functions are asked for what its frontend would ask them for."""
+    monkeypatch.setattr(fake_cudnn.Built, "needs", scratch)
+    fp8 = {"fp8": True, "heads": 4, "groups": 4, "d": 128} if group == "fp8" else {}
+    for options in ATTENTION[group]:
+        proved(proof, Attention(**{**fp8, **options}))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Layer("delayed", kind="RMSNorm", activation="swiglu", turned=True, bias=False),
+        pytest.param(Layer(None, core=(("right", 0), ("padded", True))), marks=pytest.mark.more),
+        pytest.param(Layer("current", cross=True, form="bshd"), marks=pytest.mark.more),
+        pytest.param(Layer("delayed", fp8="mha", d=128, heads=2), marks=pytest.mark.more),
+    ],
+    ids=["as Llama's", "padded", "cross", "fp8 attention"],
+)
+def test_layers_of_a_transformer(proof: Proof, case: Layer) -> None:
+    """Whole layers: products, kernels and attention in one entry."""
+    proved(proof, case)
+    assert proof.tapes == 2
+
+
+def altered(content: bytes, change: Callable[[Program, list[Step]], None]) -> bytes:
+    """A program whose attention is another one, digest and all."""
+    program = unpack(content)
+    change(program, next(e for e in program.entries if e.name == "attention").steps)
+    return pack(program)
+
+
+def _place(steps: list[Step], kind: int, **changes: Any) -> None:
+    at = next(i for i, step in enumerate(steps) if step.kind == kind)
+    steps[at] = steps[at]._replace(**{name: change(getattr(steps[at], name)) for name, change in changes.items()})
+
+
+BROKEN: dict[str, Callable[[Program, list[Step]], None]] = {
+    "attention of no plan": lambda p, s: _place(s, file.ATTEND, target=lambda n: len(p.plans)),
+    "attention without its workspace": lambda p, s: _place(s, file.ATTEND, patches=lambda found: found[1:]),
+    "attention without a tensor": lambda p, s: _place(s, file.ATTEND, patches=lambda found: (found[0], *found[2:])),
+    "attention's arguments": lambda p, s: _place(s, file.ATTEND, words=lambda found: found[:-1]),
+    "an address in a file": lambda p, s: _place(s, file.ATTEND, words=lambda found: (found[0], 4096, *found[2:])),
+    "an address for a number": lambda p, s: _place(
+        s, file.ATTEND, patches=lambda found: (*found, found[1]._replace(number=1 + _scalar(p)))
+    ),
+    "a step with memory outside of a slot": lambda p, s: _place(
+        s, file.ATTEND, patches=lambda found: (found[0]._replace(offset=found[0].offset + 1), *found[1:])
+    ),
+    "a copy of nothing": lambda p, s: _place(s, file.COPY, target=lambda n: len(p.contents)),
+    "a copy's address": lambda p, s: _place(s, file.COPY, patches=lambda found: ()),
+    "a plan without content": lambda p, s: p.plans.__setitem__(0, p.plans[0]._replace(content=9)),
+    "a plan's tensors": lambda p, s: p.plans.__setitem__(0, p.plans[0]._replace(tensors=((1, 0),) * 65)),
+    "a plan's tensor of no kind": lambda p, s: p.plans.__setitem__(0, p.plans[0]._replace(tensors=((1, 3),) * 9)),
+}
+
+
+def _scalar(program: Program) -> int:
+    return [kind for _, kind in program.plans[0].tensors].index(file.VALUE)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_attention_is_refused(what: str) -> None:
+    content = (FOLDER / "tests" / "linear.te").read_bytes()
+    runtime = CRuntime()
+    stub().stub_device(1, 9, 0)
+    runtime.load(content).free()
+    with pytest.raises(PlayerError, match=f"got {what} ") as found:
+        runtime.load(altered(content, BROKEN[what]))
+    assert found.value.status == 4
+    runtime.destroy()
+
+
 # ------------------------------------------------------------------------------------------------- the library itself
 
 
@@ -148,7 +226,7 @@ def made(folder: Path, *targets: str, **variables: str) -> str:
 
 def test_the_c_api(tmp_path: Path) -> None:
     """bindings/c/tests/tests.c: errors, memory, threads, files, versions."""
-    assert "14 tests passed" in made(tmp_path, "test", CFLAGS="-O1")
+    assert "15 tests passed" in made(tmp_path, "test", CFLAGS="-O1")
 
 
 def test_the_abi_is_as_recorded(tmp_path: Path) -> None:
@@ -174,7 +252,7 @@ def test_tensors_are_those_of_dlpack(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_under_sanitizers(tmp_path: Path) -> None:
-    assert "14 tests passed" in made(tmp_path, "sanitized")
+    assert "15 tests passed" in made(tmp_path, "sanitized")
 
 
 @pytest.mark.more
@@ -224,7 +302,7 @@ def test_the_check_for_gpus_runs(make: Make, monkeypatch: pytest.MonkeyPatch, tm
     sizes = ["--sizes", "64", "128", "256"]
     assert script.main(["--build", str(folder), "--out", str(tmp_path / "o.json"), *sizes]) == 0
     found = json.loads((tmp_path / "o.json").read_text())
-    assert len(found["entries"]) == 14 and found["equal"]
+    assert len(found["entries"]) == 33 and found["equal"]
     for entry in found["entries"].values():
         assert entry["play, without Python"] == entry["c, a block"] == "equal" and entry["c_pool_us"] > 0
 
@@ -255,7 +333,7 @@ def test_an_example_plays_a_file(tmp_path: Path) -> None:
     program = tmp_path / "linear.te"
     program.write_bytes((FOLDER / "tests" / "linear.te").read_bytes())
     program.chmod(0o600)
-    stubs = {name: str(tmp_path / "libstub.so") for name in ("TE_LIBCUDA", "TE_LIBCUBLASLT")}
+    stubs = {name: str(tmp_path / "libstub.so") for name in ("TE_LIBCUDA", "TE_LIBCUBLASLT", "TE_LIBCUDNN")}
     (tmp_path / "out").mkdir()
     command = [str(tmp_path / "play"), str(program), "backward", str(tmp_path), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **stubs})

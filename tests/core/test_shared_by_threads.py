@@ -139,9 +139,9 @@ def test_shared_memory_is_what_the_driver_was_told_last() -> None:
     def smaller() -> None:
         while not driver.told:
             time.sleep(0.001)
-        kernel._raise_shared(60_000)
+        kernel.allow(60_000)
 
-    together(lambda: kernel._raise_shared(98_304), smaller)
+    together(lambda: kernel.allow(98_304), smaller)
     assert driver.told[-1] == kernel._shared == 98_304
 
 

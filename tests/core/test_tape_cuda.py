@@ -224,6 +224,7 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
         {"core": {"right": 0, "padded": True}},
         _BIAS,
         {"core": {"bias": "alibi", "right": 0}},
+        {"core": {"bias": "alibi", "default_slopes": True, "right": 0}},
         {"core": {"bias": "alibi", "right": 0, "bottom_right": True, "padded": True}},
         {"core": {"softmax": "off-by-one", "right": 0}},
         {"core": {"softmax": "learnable", "right": 0}},

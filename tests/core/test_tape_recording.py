@@ -510,7 +510,7 @@ def test_as_many_tapes_as_may_be(make: Make, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_replay_that_fails_holds_nothing(make: Make) -> None:
     """Memory ends in the middle: what was taken goes back, and the next call goes well."""
-    machine, tapes, build = make(), Tapes(), Linear("current")
+    machine, tapes, build = make(), Tapes(), MLP("current", rows=2048, hidden=256, inner=512)
     rt = machine.runtime()
     for _ in range(2):
         one = run(machine, rt, tapes, build, "never")

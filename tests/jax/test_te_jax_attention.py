@@ -19,6 +19,7 @@ import te_jax as te  # noqa: E402
 from te_jax import record  # noqa: E402
 
 from te_core import UnsupportedError  # noqa: E402
+from te_core.tape.hosted import Brought  # noqa: E402
 from tests.backends import jax_on_gpu  # noqa: E402
 from tests.reference import attention as reference  # noqa: E402
 from tests.tolerances import DB, snr_db  # noqa: E402
@@ -36,7 +37,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Compiled]
     def compiled(function: Any, given: Any, names: tuple[str, ...] = ("forward", "backward")) -> Compiled:
         traced, real = jax.jit(lambda *a: function(*a)).trace(*given), record.Work.on
 
-        def on(work: record.Work, device: Any) -> record.Program:
+        def on(work: record.Work, device: Any) -> Brought:
             if work.name in {f"attention {name}" for name in names}:
                 raise UnsupportedError(work.name, "on purpose", "", "")
             return real(work, device)

@@ -13,6 +13,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 import te_jax as te  # noqa: E402
+from jax.experimental.custom_partitioning import custom_partitioning  # noqa: E402
 
 from te_core import ArgumentError, UnsupportedError  # noqa: E402
 from te_core.recipe import Float8CurrentScaling  # noqa: E402
@@ -53,6 +54,27 @@ def test_data_parallel() -> None:
             for a, b in zip(jax.tree.leaves(of), jax.tree.leaves(grads), strict=True):
                 np.testing.assert_allclose(a, b, rtol=0.02, atol=2e-4)
             alike(found[i].arrays[:2], wanted.arrays[:2])
+
+
+def partitioned() -> tuple[Any, Any]:
+    """(what custom_partitioning gives of x divided over two devices, what it has to give)."""
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), jax.sharding.PartitionSpec
+    rows, whole = (jax.sharding.NamedSharding(mesh, spec(*axes, None)) for axes in (("data",), (None,)))
+    function = custom_partitioning(lambda x, w: te.dense(x, w))
+    function.def_partition(
+        partition=lambda mesh, given, found: (mesh, lambda x, w: te.dense(x, w), rows, (rows, whole)),
+        infer_sharding_from_operands=lambda mesh, given, found: rows,
+        sharding_rule="i j, j k -> i k",
+    )
+    x = X.reshape(-1, X.shape[-1])
+    found = jax.jit(function)(jax.device_put(x, rows), jax.device_put(W, whole))
+    assert found.sharding.is_equivalent_to(rows, 2)
+    return jax.device_get((found, jax.jit(lambda x, w: te.dense(x, w))(x, W)))  # type: ignore[no-any-return]
+
+
+def test_custom_partitioning() -> None:
+    found, wanted = partitioned()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_state_of_all_devices_names_their_axis() -> None:

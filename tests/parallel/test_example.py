@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from examples import context_parallel, tensor_parallel
+from examples import context_parallel, overlap, tensor_parallel
 from examples.arguments import UserError
 from examples.ranks import group_of_torchrun
 from tests.backends import requires_gpus
@@ -86,6 +86,15 @@ def test_context_parallel(recipe: str) -> None:
     assert all(abs(a - b) < 0.05 * a + 0.03 for a, b in zip(one, two, strict=True)), (one, two)
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("arguments", [(), ("--method", "pipeline", "--recipe", "none")])
+def test_overlap(arguments: tuple[str, ...]) -> None:
+    done = run(2, "overlap", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("step ") == 3 and "fc1_fprop overlapped by ring_exchange, in 2 parts" in done.stdout
+    assert not arguments or "fc2_fprop overlapped by pipeline, in 4 parts" in done.stdout
+
+
 # ------------------------------------------------------------------------------------------------------ mistakes
 
 
@@ -146,7 +155,17 @@ def test_sequences_that_are_not_cut(arguments: list[str], said: str) -> None:
     context_parallel.check(context_parallel.parsed([]), 2)
 
 
-@pytest.mark.parametrize("program", ["tensor_parallel.py", "context_parallel.py", "train_llama.py"])
+def test_parts_that_do_not_overlap() -> None:
+    for arguments, said in (
+        (["--tokens", "40"], "--tokens 40: a multiple of 32"),
+        (["--heads", "5"], "--heads 5: a mult"),
+    ):
+        with pytest.raises(UserError, match=said):
+            overlap.check(overlap.parsed(arguments), 2)
+    overlap.check(overlap.parsed([]), 2)
+
+
+@pytest.mark.parametrize("program", ["tensor_parallel.py", "context_parallel.py", "overlap.py", "train_llama.py"])
 def test_without_torchrun(program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ALONE:
         monkeypatch.delenv(name, raising=False)

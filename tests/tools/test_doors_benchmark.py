@@ -22,9 +22,9 @@ def test_peaks_of_waited_steps_and_of_a_host_that_runs_ahead(monkeypatch: pytest
 
         return step, lambda: alive.__setitem__(0, 0), lambda: most[0] << 20
 
-    monkeypatch.setitem(doors.MAKERS, "jax", make)
+    monkeypatch.setitem(doors.MAKERS, "cupy", make)
     before = threading.active_count()
-    tiny, large = doors.measured("jax")
+    tiny, large = doors.measured("cupy")
     assert (tiny["peak MiB"], tiny["peak ahead MiB"]) == (1, 20)
     assert {"host us", "us", "busy host us", "busy us"} <= large.keys()
     assert threads == {before, before + 1} and threading.active_count() == before

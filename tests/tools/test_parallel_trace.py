@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overlap, parallel
+from benchmarks import overlap, overlap_defaults, parallel
 
 
 def kernel(start: float, dur: float, name: str = "nvjet_sm90") -> dict[str, Any]:
@@ -36,13 +36,16 @@ def test_communication_that_shows() -> None:
     works = [kernel(500, 1000), kernel(3500, 3000)]
     assert parallel.shown([*copies, *sends, *works]) == pytest.approx((4000 - 1000 - 500 + 500) / 1e3)
     assert parallel.shown(works) == 0.0 and parallel.shown(sends) == 3.0
+    assert parallel.idle([*copies, *sends, *works]) == 2.0 and parallel.idle(sends) == 0.0
 
 
 @pytest.mark.more
 def test_overlap_is_measured_without_a_gpu() -> None:
-    rows = parallel.spawned("cpu", overlap.cases)
+    rows = parallel.spawned("cpu", overlap.cases) + parallel.spawned("cpu", overlap_defaults.cases)
     assert {(row["recipe"], row["method"]) for row in rows} == {
-        (r, m) for r in parallel.RECIPES for m in overlap.METHODS
+        (r, m)
+        for m in (*overlap.METHODS, "default")
+        for r in (parallel.RECIPES if m in (overlap.ALL, "default") else overlap.RECIPES_ALONE)
     }
     assert all(row["ms"] > 0 and row["plain ms"] > 0 for row in rows)
 

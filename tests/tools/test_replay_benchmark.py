@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import te_torch as te
-from benchmarks import attention, end_to_end, harness, modules, replay
+from benchmarks import attention, end_to_end, harness, modules, players, replay
 from benchmarks.catalogue import BENCHMARKS
 from benchmarks.modules import BF16, Case
 from te_core.tape import taped
@@ -52,6 +53,28 @@ def test_replays(capsys: pytest.CaptureFixture[str]) -> None:
     for row in by_case["host"]:
         assert row["of_linear"] == row["fwd+bwd us"] / row["nn.Linear fwd+bwd us"] > 0
     assert {key for row in rows for key in row} >= set(BENCHMARKS["replay"].columns)
+
+
+def test_players(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By turns; each has what it bound for itself, and the variable is left as it was."""
+    linear, begin, bound = replay.HOST[1], players.Turns.begin, []  # type: ignore[var-annotated]
+
+    def noting(turns: players.Turns, number: int) -> None:
+        bound.extend((os.environ["TE_CORE_PLAYER"], each) for tape in taped.tapes() for each in tape._bound.values())
+        begin(turns, number)
+
+    monkeypatch.setattr(players, "SMALL", [replay.HOST[0], linear])
+    monkeypatch.setattr(players, "LARGE", linear)
+    monkeypatch.setattr(players, "RECIPES", ("bf16", "delayed"))
+    monkeypatch.setattr(players.c_library, "library", lambda *names: None)
+    monkeypatch.setattr(players.Turns, "begin", noting)
+    monkeypatch.setenv("TE_CORE_PLAYER", "python")
+    rows = players.measure()
+    assert os.environ["TE_CORE_PLAYER"] == "python"
+    assert {key for row in rows for key in row} >= set(BENCHMARKS["players"].columns)
+    assert len(rows) == 8 and all(row["ok"] for row in rows if "equal" in row)
+    python, c = ({id(each) for name, each in bound if name == player} for player in players.PLAYERS)
+    assert python and c and not python & c
 
 
 def test_bits_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
-/* te_core in C: play programs that te_core.record wrote, without Python (docs/c.md).
+/* te_core in C: play programs that te_core.record wrote, without Python; and call layers, which te_core in an embedded
+ * interpreter decides and records (docs/c.md).
  *
- * Nothing here starts an interpreter, prints, exits, or waits for the device, but te_synchronize, which waits.
+ * te_layer_open starts an interpreter; nothing else does. Nothing prints, exits, or waits for the device, but
+ * te_synchronize, which waits, and te_scaling_create, which copies to the device.
  * Every function that can fail returns a te_status; te_error() then says what was asked, what came, what is allowed and
  * what to do. A call that failed leaves everything usable. New fields of structs come at their ends.
  */
@@ -75,7 +77,7 @@ typedef struct te_program te_program;
 
 typedef struct {
     size_t size;
-    int32_t device_type; /* kDLCUDA */
+    int32_t device_type; /* kDLCUDA; kDLCPU for layers alone: alloc and free then give the host's memory */
     int32_t device_id;
     void *stream; /* of calls that name none */
     te_alloc alloc; /* with free; NULL: a pool of the driver's */
@@ -83,8 +85,9 @@ typedef struct {
     void *user;
     const char *libcuda;     /* a path; NULL: TE_LIBCUDA of the environment, else libcuda.so.1 */
     const char *libcublaslt; /* a path; NULL: TE_LIBCUBLASLT, else libcublasLt.so.13, else .12 */
+    const char *libcudnn;    /* a path; NULL: TE_LIBCUDNN, else libcudnn.so.9 */
 } te_runtime_options;
-#define TE_RUNTIME_OPTIONS {sizeof(te_runtime_options), 2, 0, NULL, NULL, NULL, NULL, NULL, NULL}
+#define TE_RUNTIME_OPTIONS {sizeof(te_runtime_options), 2, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 
 TE_API te_status te_runtime_create(const te_runtime_options *options, te_runtime **runtime);
 /* Gives back scratch memory on its streams, and frees all programs. No other thread may be in a call. */
@@ -123,7 +126,7 @@ TE_API te_status te_program_slots(const te_program *program, int32_t entry, cons
                                   int32_t *inputs, int32_t *outputs);
 /* What a call needs besides, if it is to take no memory. */
 TE_API te_status te_program_block_bytes(const te_program *program, int32_t entry, size_t *bytes);
-/* What versions it was recorded for: "te_core", "cublasLt", "driver", "device", "architecture"; NULL: not said. */
+/* What versions it was recorded for: "te_core", "cublasLt", "cudnn", "driver", "device", "architecture"; NULL: not said. */
 TE_API const char *te_program_fact(const te_program *program, const char *name);
 
 typedef struct {
@@ -145,6 +148,82 @@ TE_API te_status te_program_run(te_program *program, const te_run *run);
 TE_API te_status te_output_free(te_runtime *runtime, void *address, void *stream);
 /* Make what the calling thread's first call of an entry (-1: all) would make: before a capture of a CUDA graph. */
 TE_API te_status te_program_prepare(te_program *program, int32_t entry, void *stream);
+
+/* ------------------------------------------------------------------------------------------ layers, by te_core in Python
+ *
+ * On a GPU the interpreter runs when shapes are new, and the player does what it has recorded. On the CPU every call goes
+ * through the interpreter and its lock. The interpreter is the one of the process, or else libpython's: it is opened
+ * without signal handlers, and never finalized. Free-threaded builds, sub-interpreters and forked children are refused.
+ */
+
+typedef struct {
+    size_t size;
+    const char *libpython;   /* a path, or a name that dlopen knows; NULL: the environment's */
+    const char *environment; /* a folder with lib/python3.x, or its python; NULL: TE_CORE_PYTHON of the environment, else
+                                the folder that this library lies in, of an installed te_core */
+    int32_t forbidden;       /* 1: layers are refused, and no interpreter is ever started */
+} te_python_options;
+#define TE_PYTHON_OPTIONS {sizeof(te_python_options), NULL, NULL, 0}
+
+typedef enum {
+    TE_PYTHON_NONE = 0,      /* none yet */
+    TE_PYTHON_HOST = 1,      /* the process's own */
+    TE_PYTHON_OURS = 2,      /* started by te_layer_open */
+    TE_PYTHON_FORBIDDEN = 3, /* by te_python */
+    TE_PYTHON_CLOSED = 4,    /* by te_close, or because the host's Python ends */
+    TE_PYTHON_FORKED = 5     /* by the parent of this process */
+} te_python_kind;
+
+/* Say which interpreter, before the first layer is opened. To start it changes PYTHONHOME and PYTHONPATH for a moment. */
+TE_API te_status te_python(const te_python_options *options);
+TE_API te_python_kind te_python_state(void);
+/* No call enters the interpreter from here on: what needs it is refused, what was recorded plays on. */
+TE_API void te_close(void);
+
+typedef struct te_layer te_layer;
+typedef struct te_scaling te_scaling;
+typedef struct te_saved te_saved;
+
+/* What a layer takes and gives, by name. */
+typedef struct {
+    size_t size;
+    const char *name;
+    const char *shape;  /* sizes by letters, which mean the same in all slots: "... K"; "": of outputs */
+    const char *dtypes; /* "x": the first input's; "any", "weight": float32, bfloat16, float16; else their names */
+    te_role role;       /* TE_INPUT or TE_OUTPUT */
+    int32_t optional;   /* an input that may be NULL; an output that an option asks for */
+    int32_t gradient;   /* backward gives one */
+} te_layer_slot;
+
+/* A layer of te_core's table by name. `options`: JSON, or NULL; the layer's options, and "recipe": a recipe's name, or
+ * {"DelayedScaling": {"amax_history_len": 16, ...}}; and "needs": the inputs whose gradients may be asked for. */
+TE_API te_status te_layer_open(te_runtime *runtime, const char *name, const char *options, te_layer **layer);
+TE_API void te_layer_free(te_layer *layer);
+/* Inputs, then outputs: the order in which te_forward takes them. */
+TE_API te_status te_layer_slots(const te_layer *layer, const te_layer_slot **slots, int32_t *inputs, int32_t *outputs);
+
+/* `input`: in the order of te_layer_slots, NULL for one that is left out; the last ones need not be named. `output`: one for each that the options ask for;
+ * whose data is NULL is allocated, and then the caller's (te_output_free). `saved`, if not NULL, keeps what backward reads:
+ * inputs and outputs stay as they are until then. A recipe with a history needs a `scaling`. Work is on the stream of
+ * the runtime; a runtime for each stream. */
+TE_API te_status te_forward(te_layer *layer, te_scaling *scaling, DLTensor *const *input, int32_t inputs,
+                            DLTensor *const *output, int32_t outputs, te_saved **saved);
+/* `gradient_of_output`: as forward's outputs, NULL behind the first for one that was not used. `gradient`: as forward's
+ * inputs; one that is NULL is not computed. Releases `saved`, unless it fails. */
+TE_API te_status te_backward(te_layer *layer, te_scaling *scaling, te_saved *saved, DLTensor *const *gradient_of_output,
+                             int32_t outputs, DLTensor *const *gradient, int32_t inputs);
+/* Let go of what no backward will read. */
+TE_API void te_saved_free(te_saved *saved);
+
+/* Scales and maxima of one layer whose recipe has a history; of another recipe it is empty. */
+TE_API te_status te_scaling_create(te_layer *layer, te_scaling **scaling);
+/* The next scales, behind each step, from the maxima since the last update. */
+TE_API te_status te_scaling_update(te_runtime *runtime, te_scaling *const *scalings, int32_t count);
+TE_API void te_scaling_free(te_scaling *scaling);
+
+/* Write what was recorded for the layer into a program file, for te_program_load: entries "forward", "backward" and
+ * "update", for further shapes "forward.2" and so on. */
+TE_API te_status te_layer_save(te_layer *layer, const char *path);
 
 #ifdef __cplusplus
 }

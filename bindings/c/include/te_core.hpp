@@ -131,6 +131,101 @@ class Program {
     te_program *program_ = nullptr;
 };
 
+// What a forward has kept for its backward.
+class Saved {
+   public:
+    explicit Saved(te_saved *saved) : saved_(saved) {}
+    Saved(Saved &&other) noexcept : saved_(std::exchange(other.saved_, nullptr)) {}
+    Saved &operator=(Saved &&other) noexcept {
+        std::swap(saved_, other.saved_);
+        return *this;
+    }
+    ~Saved() { te_saved_free(saved_); }
+    te_saved *get() const { return saved_; }
+
+   private:
+    te_saved *saved_;
+};
+
+class Scaling;
+
+// A layer of te_core's, which an interpreter decides (te_core.h). It ends with its runtime, if not before.
+class Layer {
+   public:
+    Layer(const Runtime &runtime, const std::string &name, const std::string &options = "{}") {
+        check(te_layer_open(runtime.get(), name.c_str(), options.c_str(), &layer_));
+    }
+    Layer(Layer &&other) noexcept : layer_(std::exchange(other.layer_, nullptr)) {}
+    Layer &operator=(Layer &&other) noexcept {
+        std::swap(layer_, other.layer_);
+        return *this;
+    }
+    ~Layer() { te_layer_free(layer_); }
+    // Inputs, then outputs.
+    std::vector<te_layer_slot> slots() const {
+        const te_layer_slot *found = nullptr;
+        int32_t inputs = 0, outputs = 0;
+        check(te_layer_slots(layer_, &found, &inputs, &outputs));
+        return {found, found + inputs + outputs};
+    }
+    Saved forward(const std::vector<DLTensor *> &inputs, const std::vector<DLTensor *> &outputs,
+                  const Scaling *scaling = nullptr) const {
+        te_saved *saved = nullptr;
+        run(inputs, outputs, scaling, &saved);
+        return Saved{saved};
+    }
+    // A forward that no backward follows.
+    void infer(const std::vector<DLTensor *> &inputs, const std::vector<DLTensor *> &outputs,
+               const Scaling *scaling = nullptr) const {
+        run(inputs, outputs, scaling, nullptr);
+    }
+    // A gradient that is nullptr is not computed.
+    void backward(const Saved &saved, const std::vector<DLTensor *> &of_outputs, const std::vector<DLTensor *> &gradients,
+                  const Scaling *scaling = nullptr) const;
+    void save(const std::string &path) const { check(te_layer_save(layer_, path.c_str())); }
+    te_layer *get() const { return layer_; }
+
+   private:
+    void run(const std::vector<DLTensor *> &inputs, const std::vector<DLTensor *> &outputs, const Scaling *scaling,
+             te_saved **saved) const;
+    te_layer *layer_ = nullptr;
+};
+
+// Scales and maxima of a layer.
+class Scaling {
+   public:
+    explicit Scaling(const Layer &layer) { check(te_scaling_create(layer.get(), &scaling_)); }
+    Scaling(Scaling &&other) noexcept : scaling_(std::exchange(other.scaling_, nullptr)) {}
+    Scaling &operator=(Scaling &&other) noexcept {
+        std::swap(scaling_, other.scaling_);
+        return *this;
+    }
+    ~Scaling() { te_scaling_free(scaling_); }
+    te_scaling *get() const { return scaling_; }
+
+   private:
+    te_scaling *scaling_ = nullptr;
+};
+
+inline void Layer::run(const std::vector<DLTensor *> &inputs, const std::vector<DLTensor *> &outputs, const Scaling *scaling,
+                       te_saved **saved) const {
+    check(te_forward(layer_, scaling ? scaling->get() : nullptr, inputs.data(), static_cast<int32_t>(inputs.size()),
+                     outputs.data(), static_cast<int32_t>(outputs.size()), saved));
+}
+
+inline void Layer::backward(const Saved &saved, const std::vector<DLTensor *> &of_outputs,
+                            const std::vector<DLTensor *> &gradients, const Scaling *scaling) const {
+    check(te_backward(layer_, scaling ? scaling->get() : nullptr, saved.get(), of_outputs.data(),
+                      static_cast<int32_t>(of_outputs.size()), gradients.data(), static_cast<int32_t>(gradients.size())));
+}
+
+// The next scales of these.
+inline void update(const Runtime &runtime, const std::vector<const Scaling *> &scalings) {
+    std::vector<te_scaling *> given;
+    for (const Scaling *one : scalings) given.push_back(one->get());
+    check(te_scaling_update(runtime.get(), given.data(), static_cast<int32_t>(given.size())));
+}
+
 }  // namespace te
 
 #endif

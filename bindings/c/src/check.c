@@ -5,15 +5,15 @@
 #include "internal.h"
 
 static const size_t RECORD[T_COUNT] = {
-    1, 1, sizeof(f_fact), sizeof(f_module), sizeof(f_function), sizeof(f_product), sizeof(f_attribute), sizeof(f_way),
-    sizeof(f_entry), sizeof(f_slot), sizeof(int64_t), sizeof(f_step), sizeof(uint64_t), sizeof(f_patch),
-    sizeof(f_piece)};
+    1, 1, sizeof(f_fact), sizeof(f_module), sizeof(f_function), sizeof(f_product), sizeof(f_attribute), sizeof(f_module),
+    sizeof(f_plan), sizeof(f_way), sizeof(f_entry), sizeof(f_slot), sizeof(int64_t), sizeof(f_step), sizeof(uint64_t),
+    sizeof(f_patch), sizeof(f_piece)};
 _Static_assert(sizeof(f_product) == 152 && sizeof(f_entry) == 72 && sizeof(f_slot) == 56 && sizeof(f_step) == 32,
                "records are laid out as te_core/tape/program_file.py packs them");
-_Static_assert(sizeof(f_piece) == 40 && sizeof(f_function) == 24 && sizeof(f_patch) == 16, "the same");
+_Static_assert(sizeof(f_piece) == 40 && sizeof(f_function) == 24 && sizeof(f_patch) == 16 && sizeof(f_plan) == 32, "the same");
 
 static te_status broken(const char *what, uint64_t number) {
-    return te_fail(TE_BROKEN, "te_program_load", "a whole file of te_core.record, format 1",
+    return te_fail(TE_BROKEN, "te_program_load", "a whole file of te_core.record, format 2",
                    "record the program again", "%s (%llu)", what, (unsigned long long)number);
 }
 #define CHECK(holds, what, number)                                                                                     \
@@ -93,6 +93,25 @@ static te_status check_products(const te_file *file) {
     return TE_OK;
 }
 
+static te_status check_plans(const te_file *file) {
+    for (uint64_t i = 0; i < file->count[T_CONTENTS]; i++) {
+        const f_module *c = &file->contents[i];
+        CHECK(c->bytes && range(c->start, c->bytes, file->count[T_DATA]), "content that lies nowhere", i);
+    }
+    for (uint64_t i = 0; i < file->count[T_PLANS]; i++) {
+        const f_plan *p = &file->plans[i];
+        CHECK_TEXT(p->text);
+        CHECK(p->content < file->count[T_CONTENTS], "a plan without content", i);
+        CHECK(p->tensors && p->tensors <= MOST_OPERANDS, "a plan's tensors", i);
+        CHECK(range(p->numbers, 2 * (uint64_t)p->tensors, file->count[T_NUMBERS]), "a plan's tensors", i);
+        for (uint32_t k = 0; k < p->tensors; k++) {
+            const int64_t kind = file->numbers[p->numbers + p->tensors + k];
+            CHECK(kind >= A_READ && kind <= A_WRITTEN, "a plan's tensor of no kind", i);
+        }
+    }
+    return TE_OK;
+}
+
 te_status te_file_check(te_file *file, unsigned char *content, size_t bytes) {
     const union {
         uint32_t number;
@@ -122,6 +141,8 @@ te_status te_file_check(te_file *file, unsigned char *content, size_t bytes) {
     file->functions = (const void *)tables[T_FUNCTIONS];
     file->products = (const void *)tables[T_PRODUCTS];
     file->attributes = (const void *)tables[T_ATTRIBUTES];
+    file->contents = (const void *)tables[T_CONTENTS];
+    file->plans = (const void *)tables[T_PLANS];
     file->ways = (const void *)tables[T_WAYS];
     file->entries = (const void *)tables[T_ENTRIES];
     file->slots = (const void *)tables[T_SLOTS];
@@ -132,5 +153,6 @@ te_status te_file_check(te_file *file, unsigned char *content, size_t bytes) {
     file->pieces = (const void *)tables[T_PIECES];
     te_status status = check_code(file);
     if (status == TE_OK) status = check_products(file);
+    if (status == TE_OK) status = check_plans(file);
     return status == TE_OK ? te_file_check_entries(file) : status;
 }

@@ -5,7 +5,7 @@
 #include "internal.h"
 
 static te_status broken(const char *what, uint32_t entry, uint64_t number) {
-    return te_fail(TE_BROKEN, "te_program_load", "a whole file of te_core.record, format 1",
+    return te_fail(TE_BROKEN, "te_program_load", "a whole file of te_core.record, format 2",
                    "record the program again", "%s (entry %u, %llu)", what, entry, (unsigned long long)number);
 }
 #define CHECK(holds, what, number)                                                                                     \
@@ -126,6 +126,41 @@ static te_status check_product(const te_walk *at, const f_step *s, uint64_t step
     return TE_OK;
 }
 
+static te_status check_attention(const te_walk *at, const f_step *s, uint64_t step) {
+    const te_file *file = at->file;
+    CHECK(s->target < file->count[T_PLANS], "attention of no plan", step);
+    const f_plan *plan = &file->plans[s->target];
+    const int64_t *kinds = file->numbers + plan->numbers + plan->tensors;
+    CHECK(s->word_count == 1 + plan->tensors, "attention's arguments", step);
+    uint64_t found = 0;
+    for (uint32_t i = 0; i < s->patch_count; i++) {
+        const f_patch *one = &file->patches[s->patches + i];
+        CHECK(one->number < s->word_count, "an address for no argument", step);
+        CHECK(!one->number || kinds[one->number - 1] != A_VALUE, "an address for a number", step);
+        if (one->number) found |= UINT64_C(1) << (one->number - 1);
+        if (check_patch(at, one, one->number ? 0 : plan->workspace, step) != TE_OK) return TE_BROKEN;
+    }
+    bool workspace = false;
+    for (uint32_t i = 0; i < s->patch_count; i++) workspace |= file->patches[s->patches + i].number == 0;
+    CHECK(workspace || !plan->workspace, "attention without its workspace", step);
+    CHECK(!file->words[s->words], "an address in a file", step);
+    for (uint32_t i = 0; i < plan->tensors; i++) {
+        if (kinds[i] == A_VALUE) continue;
+        CHECK(found >> i & 1, "attention without a tensor", step);
+        CHECK(!file->words[s->words + 1 + i], "an address in a file", step);
+    }
+    return TE_OK;
+}
+
+static te_status check_copy(const te_walk *at, const f_step *s, uint64_t step) {
+    const te_file *file = at->file;
+    const f_patch *p = &file->patches[s->patches];
+    CHECK(s->target < file->count[T_CONTENTS], "a copy of nothing", step);
+    CHECK(s->word_count == 1 && s->patch_count == 1 && p->number == 0, "a copy's address", step);
+    CHECK(!file->words[s->words], "an address in a file", step);
+    return check_patch(at, p, file->contents[s->target].bytes, step);
+}
+
 static te_status check_memory(const te_walk *at, const f_step *s, uint64_t step) {
     CHECK(s->target < at->e->slot_count, "memory of no slot", step);
     const f_slot *slot = &at->slots[s->target];
@@ -161,6 +196,8 @@ static te_status check_step(te_walk *at, const f_step *s, uint64_t step) {
             CHECK(words[0] <= 255 && words[2] == 0, "an address in a file", step);
             return check_patch(at, p, words[1], step);
         }
+        case K_ATTEND: return check_attention(at, s, step);
+        case K_COPY: return check_copy(at, s, step);
         case K_TAKE:
         case K_DROP: return check_memory(at, s, step);
         case K_WAIT: CHECK(s->target < file->count[T_WAYS] && s->other < file->count[T_WAYS], "a wait", step); break;

@@ -30,22 +30,43 @@ te_status te_doors_open(te_doors *doors, const char *path) {
     return TE_OK;
 }
 
+/* A library without one of the functions counts as none: the next call looks again. */
+static bool kept(void *library, const char *missing, void **place) {
+    if (missing == NULL) *place = library;
+    else (void)dlclose(library);
+    return missing == NULL;
+}
+
 te_status te_doors_open_lt(te_doors *doors, const char *path) {
     const char *to_do = "install cuBLAS, or name libcublasLt by te_runtime_options or TE_LIBCUBLASLT";
     if (path == NULL) path = getenv("TE_LIBCUBLASLT");
     void *library = dlopen(path == NULL ? "libcublasLt.so.13" : path, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL && path == NULL) library = dlopen("libcublasLt.so.12", RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) return not_there("load cuBLASLt", dlerror(), to_do);
-    doors->lt_library = library;
     const char *missing = find(library, "cublasLtGetVersion", &doors->cublasLtGetVersion) ? NULL : "no cublasLtGetVersion";
 #define X(name, arguments)                                                                                             \
     if (!find(library, #name, &doors->name)) missing = "no " #name;
     TE_CUBLASLT(X)
 #undef X
-    return missing == NULL ? TE_OK : not_there("load cuBLASLt", missing, to_do);
+    return kept(library, missing, &doors->lt_library) ? TE_OK : not_there("load cuBLASLt", missing, to_do);
+}
+
+te_status te_doors_open_cudnn(te_doors *doors, const char *path) {
+    const char *to_do = "install cuDNN 9, or name libcudnn.so.9 by te_runtime_options or TE_LIBCUDNN";
+    if (path == NULL) path = getenv("TE_LIBCUDNN");
+    void *library = dlopen(path == NULL ? "libcudnn.so.9" : path, RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL) return not_there("load cuDNN", dlerror(), to_do);
+    const char *missing = find(library, "cudnnGetVersion", &doors->cudnnGetVersion) ? NULL : "no cudnnGetVersion";
+    if (!find(library, "cudnnGetLastErrorString", &doors->cudnnGetLastErrorString)) missing = "no cudnnGetLastErrorString";
+#define X(name, arguments)                                                                                             \
+    if (!find(library, #name, &doors->name)) missing = "no " #name;
+    TE_CUDNN(X)
+#undef X
+    return kept(library, missing, &doors->cudnn_library) ? TE_OK : not_there("load cuDNN", missing, to_do);
 }
 
 void te_doors_close(te_doors *doors) {
+    if (doors->cudnn_library != NULL) (void)dlclose(doors->cudnn_library);
     if (doors->lt_library != NULL) (void)dlclose(doors->lt_library);
     if (doors->library != NULL) (void)dlclose(doors->library);
 }

@@ -10,14 +10,15 @@
 
 /* ------------------------------------------------------------------------------- the file (docs/program_file.md) */
 
-enum { T_TEXT, T_DATA, T_FACTS, T_MODULES, T_FUNCTIONS, T_PRODUCTS, T_ATTRIBUTES, T_WAYS, T_ENTRIES, T_SLOTS };
-enum { T_NUMBERS = T_SLOTS + 1, T_STEPS, T_WORDS, T_PATCHES, T_PIECES, T_COUNT };
-enum { F_VERSION = 1, F_HEAD = 56, F_HEADER = (F_HEAD + 16 * T_COUNT + 15) / 16 * 16 };
-enum { K_LAUNCH, K_TABLE, K_PRODUCT, K_FILL, K_TAKE, K_DROP, K_WAIT, K_NOTICE, K_COUNT };
+enum { T_TEXT, T_DATA, T_FACTS, T_MODULES, T_FUNCTIONS, T_PRODUCTS, T_ATTRIBUTES, T_CONTENTS, T_PLANS, T_WAYS };
+enum { T_ENTRIES = T_WAYS + 1, T_SLOTS, T_NUMBERS, T_STEPS, T_WORDS, T_PATCHES, T_PIECES, T_COUNT };
+enum { F_VERSION = 2, F_HEAD = 56, F_HEADER = (F_HEAD + 16 * T_COUNT + 15) / 16 * 16 };
+enum { K_LAUNCH, K_TABLE, K_PRODUCT, K_FILL, K_ATTEND, K_COPY, K_TAKE, K_DROP, K_WAIT, K_NOTICE, K_COUNT };
 enum { R_INPUT, R_STATE, R_OUTPUT, R_SAVED, R_SCRATCH, R_TEMPORARY, R_COUNT };
 enum { S_WRITTEN = 1, S_ZEROED = 2, S_STRIDED = 4 };
 enum { P_DEVICE_ALPHA = 1, P_ADDS = 2 };
-enum { MOST_WAYS = 32, MOST_ARGUMENTS = 64, MOST_DIMENSIONS = 32, SIZES = 7, MOST_POINTERS = 8, ALGORITHM = 64 };
+enum { A_READ, A_VALUE, A_WRITTEN }; /* a tensor of a plan: an address, or a number in the word */
+enum { MOST_WAYS = 32, MOST_ARGUMENTS = 64, MOST_DIMENSIONS = 32, SIZES = 7, MOST_POINTERS = 8, ALGORITHM = 64, MOST_OPERANDS = 64 };
 #define NOWHERE UINT64_MAX
 
 typedef struct {
@@ -28,7 +29,7 @@ typedef struct {
 } f_fact;
 typedef struct {
     uint64_t start, bytes;
-} f_module;
+} f_module; /* and other content in data */
 typedef struct {
     f_text name, letters;
     uint32_t module, reserved;
@@ -48,6 +49,11 @@ typedef struct {
     uint32_t attribute, bytes;
     uint64_t value;
 } f_attribute;
+typedef struct {
+    uint32_t content, numbers, tensors, reserved; /* numbers: the tensors' own, then what each of them is */
+    uint64_t workspace;
+    f_text text;
+} f_plan;
 typedef struct {
     f_text name;
     uint32_t parent, reserved;
@@ -87,6 +93,8 @@ typedef struct {
     const f_function *functions;
     const f_product *products;
     const f_attribute *attributes;
+    const f_module *contents;
+    const f_plan *plans;
     const f_way *ways;
     const f_entry *entries;
     const f_slot *slots;
@@ -147,6 +155,7 @@ typedef struct {
     X(cuMemAlloc_v2, (uint64_t *, size_t))                                                                             \
     X(cuMemFree_v2, (uint64_t))                                                                                        \
     X(cuMemsetD8Async, (uint64_t, unsigned char, size_t, void *))                                                      \
+    X(cuMemcpyHtoDAsync_v2, (uint64_t, const void *, size_t, void *))                                                  \
     X(cuStreamSynchronize, (void *))                                                                                   \
     X(cuStreamCreate, (void **, unsigned))                                                                             \
     X(cuStreamDestroy_v2, (void *))                                                                                    \
@@ -180,20 +189,81 @@ typedef struct {
     X(cublasLtMatmul, (void *, void *, const void *, const void *, void *, const void *, void *, const void *,         \
                        const void *, void *, void *, void *, const void *, void *, size_t, void *))
 
+#define TE_CUDNN(X)                                                                                                    \
+    X(cudnnCreate, (void **))                                                                                          \
+    X(cudnnDestroy, (void *))                                                                                          \
+    X(cudnnSetStream, (void *, void *))                                                                                \
+    X(cudnnBackendCreateDescriptor, (int, void **))                                                                    \
+    X(cudnnBackendDestroyDescriptor, (void *))                                                                         \
+    X(cudnnBackendSetAttribute, (void *, int, int, int64_t, const void *))                                             \
+    X(cudnnBackendGetAttribute, (void *, int, int, int64_t, int64_t *, void *))                                        \
+    X(cudnnBackendFinalize, (void *))                                                                                  \
+    X(cudnnBackendExecute, (void *, void *, void *))
+
 typedef struct {
-    void *library, *lt_library;
+    void *library, *lt_library, *cudnn_library;
 #define X(name, arguments) int(*name) arguments;
     TE_DRIVER(X)
     TE_CUBLASLT(X)
+    TE_CUDNN(X)
 #undef X
+    size_t (*cudnnGetVersion)(void);
+    void (*cudnnGetLastErrorString)(char *, size_t);
     size_t (*cublasLtGetVersion)(void);
 } te_doors;
 
 te_status te_doors_open(te_doors *doors, const char *path);
 te_status te_doors_open_lt(te_doors *doors, const char *path);
+te_status te_doors_open_cudnn(te_doors *doors, const char *path);
 void te_doors_close(te_doors *doors);
 /* The status of a call of the driver's in words. */
 te_status te_driver_failed(const te_doors *doors, const char *call, int status);
+
+/* ---------------------------------------------------------------------------------------------------------- steps */
+
+/* What steps call. */
+typedef struct {
+    int (*cuLaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                          void **);
+    int (*cuMemsetD8Async)(uint64_t, unsigned char, size_t, void *);
+    int (*cublasLtMatmul)(void *, void *, const void *, const void *, void *, const void *, void *, const void *,
+                          const void *, void *, void *, void *, const void *, void *, size_t, void *);
+    int (*cublasLtMatmulDescSetAttribute)(void *, int, const void *, size_t);
+} te_calls;
+
+/* A product in a thread: its descriptors, as far as they were made, and where their pointers lead. */
+typedef struct {
+    void *handle, *desc, *layouts[3];
+    const void *algorithm;
+    size_t workspace;
+    uint32_t flags, pointer_count;
+    int attributes[MOST_POINTERS];
+    uint64_t last[MOST_POINTERS], set;
+} te_product;
+
+/* A step as the thread does it: its words are the thread's, and so are the addresses that are written into them. */
+typedef struct {
+    uint32_t kind, target, way, other, patch_count;
+    unsigned sizes[SIZES];
+    const f_patch *patches;
+    uint64_t *words;
+    void **pointers; /* of the words, as a launch takes them */
+    void *what;      /* a function, or a te_product */
+} te_op;
+
+/* Do a launch, a product or a fill. `at`: the addresses that patches name. The status is that of the library's call. */
+int te_step_do(const te_calls *calls, const te_op *op, const uint64_t *at, void *stream);
+
+/* Steps of te_core's own loop (te_core/tape/native.py lays out the same): streams are found as addresses are. */
+typedef struct {
+    uint64_t sizes; /* STRETCH_SIZES of who made it */
+    te_calls calls;
+    const te_op *ops;
+    uint64_t count, failed;
+} te_stretch;
+#define STRETCH_SIZES (sizeof(te_stretch) << 32 | sizeof(te_op) << 16 | sizeof(te_product))
+/* The status of the call that failed, 0 if none did, -1 for a stretch of another layout. */
+TE_API int te_stretch_play(te_stretch *stretch, const uint64_t *at);
 
 /* -------------------------------------------------------------------------------------------------------- runtime */
 
@@ -221,6 +291,7 @@ typedef struct te_local {
     struct te_local *next;
     const void *thread;
     void *handle; /* cuBLASLt's */
+    void *cudnn, *cudnn_stream;
     void *event;
     te_lane *lanes;
     te_bound **bounds; /* by the program's number */
@@ -246,6 +317,8 @@ struct te_runtime {
     te_outgrown *outgrown;
     char **names; /* of scratch memory and streams */
     uint32_t name_count, program_count;
+    uint64_t python; /* its number in te_core.embed; 0: none */
+    struct te_recorded *updates; /* of scaling states */
 };
 
 /* Make the device's context current if it is not. */
@@ -259,6 +332,7 @@ te_status te_take(te_runtime *runtime, size_t bytes, size_t alignment, void *str
 void te_give(te_runtime *runtime, void *address, void *stream);
 te_status te_order(te_runtime *runtime, te_local *local, void *producer, void *consumer);
 te_status te_handle_of(te_runtime *runtime, te_local *local);
+te_status te_cudnn_of(te_runtime *runtime, te_local *local);
 te_status te_name_of(te_runtime *runtime, const char *text, uint32_t length, uint32_t *number);
 
 /* -------------------------------------------------------------------------------------------------------- program */
@@ -287,7 +361,7 @@ struct te_program {
     const char **names;
     char **slot_names;
     te_entry *entries;
-    void **modules;
+    void **modules, **plans;
     te_function *functions;
     unsigned char *algorithms;   /* of the products, ALGORITHM bytes each: the file's, or such as this version takes */
     size_t *workspaces;          /* and what they need */
@@ -299,13 +373,32 @@ void te_bound_free(te_program *program, te_bound *bound);
 te_status te_tensors_check(const te_program *program, const te_run *run, uint64_t *at);
 te_status te_program_mend(te_program *program);
 
-/* A product's descriptors, as far as they were made. */
-typedef struct {
-    void *desc, *layouts[3];
-    uint64_t last[MOST_POINTERS];
-    bool set;
-} te_product;
-te_status te_product_make(te_program *program, uint32_t number, te_product *product);
+te_status te_plans_make(te_program *program);
+void te_plans_free(te_program *program);
+/* Run a plan in the thread: an address or a place of a number for each tensor. */
+te_status te_attend(te_program *program, te_local *local, uint32_t plan, void *workspace, void **pointers, void *stream);
+
+te_status te_product_make(te_program *program, void *handle, uint32_t number, te_product *product);
 void te_product_free(const te_doors *doors, te_product *product);
+
+/* --------------------------------------------------------------------------------------------- layers (te_core.embed) */
+
+/* What te_core.embed answered: numbers, texts with a zero behind each, and bytes. */
+typedef struct {
+    char *content; /* to be freed */
+    const int64_t *words;
+    const char *texts, *bytes;
+    size_t word_count, text_count, size;
+} te_answer;
+
+enum { ASKED = 8 };
+/* Ask te_core.embed, with the interpreter's lock held. */
+te_status te_python_ask(const char *operation, const char *what, const uint64_t asked[ASKED], te_answer *answer);
+/* The interpreter ends: nobody asks it any more. */
+void te_python_ended(void);
+/* Let go of what te_core.embed knows by a number; behind te_close, too. */
+void te_python_drop(uint64_t number);
+/* Free all layers, states and kept calls of a runtime. */
+void te_layers_free(te_runtime *runtime);
 
 #endif

@@ -5,17 +5,6 @@
 #include "internal.h"
 
 static const char *const RUN = "te_program_run";
-static const float ONE = 1.0F, ZERO = 0.0F;
-
-/* A step as the thread does it: its words are the thread's, and so are the addresses that are written into them. */
-typedef struct {
-    uint32_t kind, target, way, other, patch_count;
-    unsigned sizes[SIZES];
-    const f_patch *patches;
-    uint64_t *words;
-    void **pointers; /* of the words, as a launch takes them */
-    void *function;
-} te_op;
 
 typedef struct {
     te_op *ops;
@@ -38,6 +27,7 @@ typedef struct {
     te_local *local;
     te_bound *bound;
     te_bound_entry *own;
+    te_calls calls;
     const f_slot *slots;
     te_lane *lanes[MOST_WAYS];
     void *streams[MOST_WAYS];
@@ -97,7 +87,7 @@ static te_status bound_of(te_program *p, te_local *local, te_bound **bound) {
     return TE_OK;
 }
 
-static void bind_steps(const te_program *p, const f_entry *e, te_bound_entry *own) {
+static void bind_steps(const te_program *p, const f_entry *e, const te_bound *bound, te_bound_entry *own) {
     uint64_t *words = own->words;
     void **pointers = own->pointers;
     for (uint32_t i = 0; i < e->step_count; i++) {
@@ -110,9 +100,11 @@ static void bind_steps(const te_program *p, const f_entry *e, te_bound_entry *ow
         op->pointers = pointers;
         if (s->kind <= K_TABLE) {
             for (int k = 0; k < SIZES; k++) op->sizes[k] = (unsigned)words[k];
-            op->function = p->functions[s->target].function;
+            op->what = p->functions[s->target].function;
             for (uint32_t k = 0; k + SIZES < s->word_count; k++) pointers[k] = words + SIZES + k;
         }
+        if (s->kind == K_PRODUCT) op->what = &bound->products[s->target];
+        for (uint32_t k = 1; s->kind == K_ATTEND && k < s->word_count; k++) pointers[k] = words + k; /* a number's place */
         words += s->word_count;
         pointers += s->word_count;
     }
@@ -125,10 +117,11 @@ static te_status bind_entry(te_program *p, te_local *local, te_bound *bound, uin
     te_status status = TE_OK;
     for (uint32_t i = 0; i < e->step_count && status == TE_OK; i++) {
         const f_step *s = &p->file.steps[e->steps + i];
+        if (s->kind == K_ATTEND) status = te_cudnn_of(p->runtime, local);
         if (s->kind != K_PRODUCT) continue;
         status = te_handle_of(p->runtime, local);
         if (status == TE_OK && bound->products[s->target].desc == NULL) {
-            status = te_product_make(p, s->target, &bound->products[s->target]);
+            status = te_product_make(p, local->handle, s->target, &bound->products[s->target]);
             if (status != TE_OK) te_product_free(&p->runtime->doors, &bound->products[s->target]);
         }
     }
@@ -143,78 +136,41 @@ static te_status bind_entry(te_program *p, te_local *local, te_bound *bound, uin
         free_entry(own);
         return no_memory();
     }
-    bind_steps(p, e, own);
+    bind_steps(p, e, bound, own);
     return TE_OK;
 }
 
 /* ------------------------------------------------------------------------------------------------------- playing */
 
+static te_status step_failed(const te_play *play, const te_op *op, int status) {
+    const te_program *p = play->program;
+    if (op->kind == K_FILL) return te_driver_failed(&p->runtime->doors, "cuMemsetD8Async", status);
+    if (op->kind != K_PRODUCT) return te_driver_failed(&p->runtime->doors, "cuLaunchKernel", status);
+    const f_product *f = &p->file.products[op->target];
+    const te_product *product = op->what;
+    return te_fail(TE_LIBRARY,
+                   product->pointer_count && !product->set ? "cublasLtMatmulDescSetAttribute" : "cublasLtMatmul",
+                   "status 0", "check that every tensor is alive and on the device", "status %d from %.*s", status,
+                   (int)(f->text.length < 150 ? f->text.length : 150), p->file.text + f->text.start);
+}
+
 static uint64_t address_of(const te_play *play, const f_patch *patch) {
     return play->own->at[patch->slot] + patch->offset;
 }
 
-static te_status launch(const te_play *play, const te_op *op) {
-    const te_doors *d = &play->program->runtime->doors;
-    if (op->kind == K_TABLE)
-        for (uint32_t i = 0; i < op->patch_count; i++)
-            op->words[SIZES + op->patches[i].number / 8] = address_of(play, &op->patches[i]);
-    else
-        for (uint32_t i = 0; i < op->patch_count; i++)
-            op->words[op->patches[i].number] = address_of(play, &op->patches[i]);
-    const unsigned *n = op->sizes;
-    const int status = d->cuLaunchKernel(op->function, n[0], n[1], n[2], n[3], n[4], n[5], n[6], play->streams[op->way],
-                                         op->pointers, NULL);
-    return status ? te_driver_failed(d, "cuLaunchKernel", status) : TE_OK;
+static te_status attend(const te_play *play, const te_op *op) {
+    for (uint32_t i = 0; i < op->patch_count; i++)
+        op->pointers[op->patches[i].number] = (void *)(uintptr_t)address_of(play, &op->patches[i]);
+    return te_attend(play->program, play->local, op->target, op->pointers[0], op->pointers + 1, play->streams[op->way]);
 }
 
-static te_status point(const te_play *play, const te_op *op, te_product *product, const f_product *f) {
+static te_status copy(const te_play *play, const te_op *op) {
+    const te_file *file = &play->program->file;
     const te_doors *d = &play->program->runtime->doors;
-    const uint64_t *pointers = op->words + 5;
-    const bool set = product->set;
-    if (set && memcmp(pointers, product->last, 8 * (size_t)f->pointer_count) == 0) return TE_OK;
-    product->set = false; /* until all are set */
-    for (uint32_t i = 0; i < f->pointer_count; i++) {
-        if (set && pointers[i] == product->last[i]) continue; /* a bias stays where it is while scales move */
-        const int attribute = (int)play->program->file.attributes[f->pointers + i].attribute;
-        const int status = d->cublasLtMatmulDescSetAttribute(product->desc, attribute, &pointers[i], 8);
-        if (status)
-            return te_fail(TE_LIBRARY, "cublasLtMatmulDescSetAttribute", "status 0", "report it", "status %d", status);
-        product->last[i] = pointers[i];
-    }
-    product->set = true;
-    return TE_OK;
-}
-
-static te_status multiply(const te_play *play, const te_op *op) {
-    te_program *p = play->program;
-    const te_doors *d = &p->runtime->doors;
-    const f_product *f = &p->file.products[op->target];
-    te_product *product = &play->bound->products[op->target];
-    uint64_t *words = op->words;
-    for (uint32_t i = 0; i < op->patch_count; i++) words[op->patches[i].number] = address_of(play, &op->patches[i]);
-    if (f->pointer_count && point(play, op, product, f) != TE_OK) return TE_LIBRARY;
-    const void *alpha = &ONE, *beta = f->flags & P_ADDS ? &ONE : &ZERO;
-    if (f->flags & P_DEVICE_ALPHA) {
-        alpha = (const void *)(uintptr_t)words[4];
-        beta = (const void *)(uintptr_t)(words[4] + 4);
-    }
-    void *const out = (void *)(uintptr_t)words[3];
-    const int status = d->cublasLtMatmul(
-        play->local->handle, product->desc, alpha, (const void *)(uintptr_t)words[2], product->layouts[0],
-        (const void *)(uintptr_t)words[1], product->layouts[1], beta, out, product->layouts[2], out, product->layouts[2],
-        p->algorithms + (size_t)ALGORITHM * op->target, (void *)(uintptr_t)words[0], p->workspaces[op->target],
-        play->streams[op->way]);
-    if (!status) return TE_OK;
-    return te_fail(TE_LIBRARY, "cublasLtMatmul", "status 0", "check that every tensor is alive and on the device",
-                   "status %d from %.*s", status, (int)(f->text.length < 150 ? f->text.length : 150),
-                   p->file.text + f->text.start);
-}
-
-static te_status fill(const te_play *play, const te_op *op) {
-    const te_doors *d = &play->program->runtime->doors;
-    const int status = d->cuMemsetD8Async(address_of(play, op->patches), (unsigned char)op->words[0],
-                                          (size_t)op->words[1], play->streams[op->way]);
-    return status ? te_driver_failed(d, "cuMemsetD8Async", status) : TE_OK;
+    const f_module *content = &file->contents[op->target];
+    const int status = d->cuMemcpyHtoDAsync_v2(address_of(play, op->patches), file->data + content->start,
+                                               (size_t)content->bytes, play->streams[op->way]);
+    return status ? te_driver_failed(d, "cuMemcpyHtoDAsync", status) : TE_OK;
 }
 
 static te_status take(const te_play *play, const te_op *op) {
@@ -255,12 +211,14 @@ static te_status drop(const te_play *play, uint32_t slot) {
 }
 
 static te_status do_step(te_play *play, const te_op *op) {
-    if (op->kind <= K_FILL && op->way) play->busy |= UINT32_C(1) << op->way;
+    if (op->kind <= K_COPY && op->way) play->busy |= UINT32_C(1) << op->way;
+    if (op->kind <= K_FILL) {
+        const int status = te_step_do(&play->calls, op, play->own->at, play->streams[op->way]);
+        return status ? step_failed(play, op, status) : TE_OK;
+    }
     switch (op->kind) {
-        case K_LAUNCH:
-        case K_TABLE: return launch(play, op);
-        case K_PRODUCT: return multiply(play, op);
-        case K_FILL: return fill(play, op);
+        case K_ATTEND: return attend(play, op);
+        case K_COPY: return copy(play, op);
         case K_TAKE: return take(play, op);
         case K_DROP: return drop(play, op->target);
         case K_WAIT:
@@ -375,6 +333,8 @@ te_status te_program_run(te_program *p, const te_run *run) {
         const f_entry *e = &p->file.entries[run->entry];
         play.own = &play.bound->entries[run->entry];
         play.slots = p->file.slots + e->slots;
+        const te_doors *d = &p->runtime->doors;
+        play.calls = (te_calls){d->cuLaunchKernel, d->cuMemsetD8Async, d->cublasLtMatmul, d->cublasLtMatmulDescSetAttribute};
         memset(play.own->at, 0, 8 * (size_t)e->slot_count);
         if (p->file.count[T_WAYS] > 1) memset(play.own->noticed, 0, 4 * (size_t)e->slot_count);
         status = te_tensors_check(p, run, play.own->at);

@@ -12,7 +12,7 @@ static te_status failed(const char *call, int status) {
                    "check that every tensor is alive and on the runtime's device", "status %d", status);
 }
 
-te_status te_product_make(te_program *p, uint32_t number, te_product *made) {
+te_status te_product_make(te_program *p, void *handle, uint32_t number, te_product *made) {
     const te_doors *d = &p->runtime->doors;
     const f_product *f = &p->file.products[number];
     int status = d->cublasLtMatmulDescCreate(&made->desc, (int)f->compute, (int)f->scale);
@@ -27,7 +27,14 @@ te_status te_product_make(te_program *p, uint32_t number, te_product *made) {
         status = d->cublasLtMatmulDescSetAttribute(made->desc, (int)a->attribute, &a->value, a->bytes);
         if (status) return failed("cublasLtMatmulDescSetAttribute", status);
     }
-    made->set = false;
+    made->handle = handle;
+    made->algorithm = p->algorithms + (size_t)ALGORITHM * number;
+    made->workspace = p->workspaces[number];
+    made->flags = f->flags;
+    made->pointer_count = f->pointer_count;
+    for (uint32_t i = 0; i < f->pointer_count; i++)
+        made->attributes[i] = (int)p->file.attributes[f->pointers + i].attribute;
+    made->set = 0;
     return TE_OK;
 }
 
@@ -66,7 +73,7 @@ static te_status mend(te_program *p, te_local *local, uint32_t number, const cha
     te_heuristic found = {0};
     void *preference = NULL;
     int count = 0;
-    te_status status = te_product_make(p, number, &made);
+    te_status status = te_product_make(p, local->handle, number, &made);
     if (status != TE_OK) goto done;
     void *const out = made.layouts[2];
     const int kept = d->cublasLtMatmulAlgoCheck(local->handle, made.desc, made.layouts[0], made.layouts[1], out, out,

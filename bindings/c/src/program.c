@@ -129,6 +129,7 @@ static te_status put_on_device(te_program *p) {
         (void)rt->doors.cuThreadExchangeStreamCaptureMode(&mode);
         status = load_code(p, most);
         if (status == TE_OK && p->file.count[T_PRODUCTS]) status = te_program_mend(p);
+        if (status == TE_OK && p->file.count[T_PLANS]) status = te_plans_make(p);
         (void)rt->doors.cuThreadExchangeStreamCaptureMode(&mode);
         te_leave(rt, entered);
     }
@@ -141,7 +142,7 @@ static te_status fits_device(const te_program *p) {
     const char *asked = te_program_fact(p, "architecture");
     char have[32];
     (void)snprintf(have, sizeof have, "%d.%d", rt->capability[0], rt->capability[1]);
-    if (p->file.count[T_MODULES] == 0 || (asked != NULL && strcmp(asked, have) == 0)) return TE_OK;
+    if (p->file.count[T_MODULES] + p->file.count[T_PLANS] == 0 || (asked != NULL && strcmp(asked, have) == 0)) return TE_OK;
     return te_fail(TE_STALE, LOAD, "a program for this device's architecture", "record it again on such a device",
                    "kernels for %.20s on a device of %s", asked == NULL ? "no architecture" : asked, have);
 }
@@ -155,30 +156,33 @@ static te_status made_of(te_program *p, unsigned char *content, size_t bytes) {
     p->slot_names = calloc(count[T_SLOTS] + 1, sizeof *p->slot_names);
     p->entries = calloc(count[T_ENTRIES] + 1, sizeof *p->entries);
     p->modules = calloc(count[T_MODULES] + 1, sizeof *p->modules);
+    p->plans = calloc(count[T_PLANS] + 1, sizeof *p->plans);
     p->functions = calloc(count[T_FUNCTIONS] + 1, sizeof *p->functions);
     p->algorithms = calloc(count[T_PRODUCTS] + 1, ALGORITHM);
     p->workspaces = calloc(count[T_PRODUCTS] + 1, sizeof *p->workspaces);
     p->slot_name_numbers = calloc(count[T_SLOTS] + 1, sizeof *p->slot_name_numbers);
     p->way_numbers = calloc(count[T_WAYS] + 1, sizeof *p->way_numbers);
-    if (!p->facts || !p->names || !p->slot_names || !p->entries || !p->modules || !p->functions || !p->algorithms ||
+    if (!p->facts || !p->names || !p->slot_names || !p->entries || !p->modules || !p->plans || !p->functions || !p->algorithms ||
         !p->workspaces || !p->slot_name_numbers || !p->way_numbers)
         return no_memory();
     status = name_all(p);
     for (uint32_t i = 0; status == TE_OK && i < count[T_ENTRIES]; i++) status = set_entry(p, i);
     if (status == TE_OK) status = fits_device(p);
-    if (status == TE_OK && count[T_PRODUCTS]) {
-        (void)pthread_mutex_lock(&p->runtime->lock);
-        if (p->runtime->doors.lt_library == NULL) status = te_doors_open_lt(&p->runtime->doors, NULL);
-        (void)pthread_mutex_unlock(&p->runtime->lock);
-    }
+    te_doors *doors = &p->runtime->doors;
+    (void)pthread_mutex_lock(&p->runtime->lock);
+    if (status == TE_OK && count[T_PRODUCTS] && doors->lt_library == NULL) status = te_doors_open_lt(doors, NULL);
+    if (status == TE_OK && count[T_PLANS] && doors->cudnn_library == NULL) status = te_doors_open_cudnn(doors, NULL);
+    (void)pthread_mutex_unlock(&p->runtime->lock);
     return status == TE_OK ? put_on_device(p) : status;
 }
 
 static te_status load(te_runtime *rt, unsigned char *content, size_t bytes, te_program **program) {
-    te_program *p = calloc(1, sizeof *p);
+    const bool host = rt->options.device_type == kDLCPU;
+    te_program *p = host ? NULL : calloc(1, sizeof *p);
     if (p == NULL) {
         free(content);
-        return no_memory();
+        if (!host) return no_memory();
+        return te_fail(TE_UNSUPPORTED, LOAD, "a runtime on a GPU", "open layers on the CPU", "a runtime on the CPU");
     }
     p->runtime = rt;
     p->file.content = content;
@@ -234,6 +238,7 @@ void te_program_free(te_program *p) {
     const bool there = te_enter(rt, &entered) == TE_OK;
     for (uint64_t i = 0; there && p->modules != NULL && i < p->file.count[T_MODULES]; i++)
         if (p->modules[i] != NULL) (void)rt->doors.cuModuleUnload(p->modules[i]);
+    if (there) te_plans_free(p);
     if (there) te_leave(rt, entered);
     for (uint64_t i = 0; p->facts != NULL && i < 2 * p->file.count[T_FACTS]; i++) free(p->facts[i]);
     for (uint64_t i = 0; p->slot_names != NULL && i < p->file.count[T_SLOTS]; i++) free(p->slot_names[i]);
@@ -250,6 +255,7 @@ void te_program_free(te_program *p) {
     free(p->slot_names);
     free(p->entries);
     free(p->modules);
+    free(p->plans);
     free(p->functions);
     free(p->algorithms);
     free(p->workspaces);

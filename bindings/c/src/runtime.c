@@ -1,4 +1,5 @@
 /* A runtime: its device, its memory, and what belongs to each thread and stream that calls. */
+#define _POSIX_C_SOURCE 200809L
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -56,25 +57,32 @@ te_status te_runtime_create(const te_runtime_options *options, te_runtime **runt
     const char *op = "te_runtime_create", *do_ = "begin with te_runtime_options o = TE_RUNTIME_OPTIONS";
     if (options == NULL || runtime == NULL) return te_fail(TE_ARGUMENT, op, "options and a place", do_, "NULL");
     *runtime = NULL;
-    if (options->size < sizeof *options || options->size > 4096) /* of a later header: what is added is not known here */
+    /* Of an earlier header: what it lacks is NULL. Of a later one: what is added is not known here. */
+    const bool earlier = options->size == offsetof(te_runtime_options, libcudnn);
+    if ((options->size < sizeof *options && !earlier) || options->size > 4096)
         return te_fail(TE_ARGUMENT, op, "the size of te_runtime_options", do_, "size %zu", options->size);
     te_runtime *rt = calloc(1, sizeof *rt);
     if (rt == NULL) return no_memory(op, sizeof *rt);
     (void)pthread_mutex_init(&rt->lock, NULL);
-    rt->options = *options;
+    memcpy(&rt->options, options, earlier ? options->size : sizeof *options);
     rt->serial = atomic_fetch_add(&serials, 1);
     te_status status = TE_OK;
-    if (rt->options.device_type != kDLCUDA)
-        status = te_fail(TE_UNSUPPORTED, op, "kDLCUDA", "play on a GPU; calls on the CPU need te_core in Python",
-                         "device type %d", (int)rt->options.device_type);
+    const bool host = rt->options.device_type == kDLCPU;
+    if (rt->options.device_type != kDLCUDA && !host)
+        status = te_fail(TE_UNSUPPORTED, op, "kDLCUDA, and kDLCPU for layers", "correct device_type", "device type %d",
+                         (int)rt->options.device_type);
     else if ((rt->options.alloc == NULL) != (rt->options.free == NULL))
         status = te_fail(TE_ARGUMENT, op, "alloc and free, or neither", "set both", "one of alloc and free");
-    if (status == TE_OK) status = te_doors_open(&rt->doors, rt->options.libcuda);
-    if (status == TE_OK) status = open_device(rt);
-    if (status == TE_OK) status = make_pool(rt);
-    if (status == TE_OK && rt->options.libcublaslt != NULL) { /* the text need not live longer */
+    if (status == TE_OK && !host) status = te_doors_open(&rt->doors, rt->options.libcuda);
+    if (status == TE_OK && !host) status = open_device(rt);
+    if (status == TE_OK && !host) status = make_pool(rt);
+    if (status == TE_OK && !host && rt->options.libcublaslt != NULL) { /* the text need not live longer */
         status = te_doors_open_lt(&rt->doors, rt->options.libcublaslt);
         rt->options.libcublaslt = NULL;
+    }
+    if (status == TE_OK && !host && rt->options.libcudnn != NULL) {
+        status = te_doors_open_cudnn(&rt->doors, rt->options.libcudnn);
+        rt->options.libcudnn = NULL;
     }
     if (status == TE_OK)
         *runtime = rt;
@@ -98,6 +106,7 @@ static void free_lanes(te_runtime *rt, te_lane *lane) {
 void te_runtime_destroy(te_runtime *rt) {
     bool entered = false;
     if (rt == NULL) return;
+    te_layers_free(rt);
     while (rt->programs != NULL) te_program_free(rt->programs);
     const bool there = rt->context != NULL && te_enter(rt, &entered) == TE_OK;
     while (there && rt->outgrown != NULL) {
@@ -112,6 +121,7 @@ void te_runtime_destroy(te_runtime *rt) {
         if (there) free_lanes(rt, local->lanes);
         if (there && local->event != NULL) (void)rt->doors.cuEventDestroy_v2(local->event);
         if (there && local->handle != NULL) (void)rt->doors.cublasLtDestroy(local->handle);
+        if (there && local->cudnn != NULL) (void)rt->doors.cudnnDestroy(local->cudnn);
         free(local->bounds);
         free(local);
     }
@@ -128,6 +138,7 @@ void te_runtime_destroy(te_runtime *rt) {
 te_status te_enter(te_runtime *rt, bool *entered) {
     void *now = NULL;
     *entered = false;
+    if (rt->options.device_type == kDLCPU) return TE_OK;
     int status = rt->doors.cuCtxGetCurrent(&now);
     if (!status && now == rt->context) return TE_OK;
     if (!status) status = rt->doors.cuCtxPushCurrent_v2(rt->context);
@@ -144,6 +155,7 @@ void te_leave(te_runtime *rt, bool entered) {
 te_status te_synchronize(te_runtime *rt, void *stream) {
     bool entered;
     if (rt == NULL) return te_fail(TE_ARGUMENT, "te_synchronize", "a runtime", "pass one", "NULL");
+    if (rt->options.device_type == kDLCPU) return TE_OK; /* its calls are done when they return */
     if (te_enter(rt, &entered) != TE_OK) return te_error()->status;
     const int status = rt->doors.cuStreamSynchronize(stream == NULL ? rt->options.stream : stream);
     te_leave(rt, entered);
@@ -249,6 +261,8 @@ te_status te_take(te_runtime *rt, size_t bytes, size_t alignment, void *stream, 
             return te_fail(TE_MEMORY, "alloc", "multiples of the alignment", "correct the runtime's alloc",
                            "%p for an alignment of %zu", found, alignment);
         }
+    } else if (o->device_type == kDLCPU) {
+        if (posix_memalign(&found, 256, bytes) != 0) return no_memory("alloc", bytes);
     } else {
         uint64_t got = 0;
         int mode = RELAXED;
@@ -267,6 +281,10 @@ void te_give(te_runtime *rt, void *address, void *stream) {
     int mode = RELAXED;
     if (rt->options.free != NULL) {
         rt->options.free(address, stream, rt->options.user);
+        return;
+    }
+    if (rt->options.device_type == kDLCPU) {
+        free(address);
         return;
     }
     (void)rt->doors.cuThreadExchangeStreamCaptureMode(&mode);

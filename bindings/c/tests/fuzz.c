@@ -11,7 +11,7 @@ int main(int count, char **words) {
     unsigned char *whole = content_of(words[2], &bytes);
     te_runtime_options options = TE_RUNTIME_OPTIONS;
     te_runtime *runtime;
-    options.libcuda = options.libcublaslt = words[1];
+    options.libcuda = options.libcublaslt = options.libcudnn = words[1];
     if (whole == NULL || te_runtime_create(&options, &runtime) != TE_OK) return 3;
     const long many = strtol(words[3], NULL, 10);
     const uint64_t first = strtoull(words[4], NULL, 10);

@@ -3,8 +3,9 @@
     make -C bindings/c all build/libtimer.so build/libstub.so         # on a machine that has a C compiler
     python3 bindings/c/tests/on_gpu.py --build bindings/c/build --out on_gpu.json
 
-A linear and an MLP, forward and backward, in bf16 and in FP8 (delayed and current scaling), and the update of scales
-are recorded into one file. Each entry is played in this process (memory from the driver's pool, and in one block; once
+A linear, an MLP, attention and a Transformer's layer shaped as Llama's, forward and backward, in bf16 and in FP8
+(delayed and current scaling), and the update of scales are recorded into one file (`--only`: those entries alone whose
+names an expression finds). Each entry is played in this process (memory from the driver's pool, and in one block; once
 more inside of a CUDA graph), and by `play` in a process without Python.
 """
 
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,10 @@ import numpy as np  # noqa: E402  the paths come first
 
 import te_core  # noqa: E402
 from te_core import calls, device, dtypes, libraries  # noqa: E402
+from te_core.attention import AttentionSpec, alibi_slopes  # noqa: E402
 from te_core.backends.cuda import cublaslt  # noqa: E402
+from te_core.layers import attention  # noqa: E402
+from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionNeeds  # noqa: E402
 from te_core.ops import raw  # noqa: E402
 from te_core.ops.quantize import ScalingState  # noqa: E402
 from te_core.program import Example, read, tape_of  # noqa: E402
@@ -45,6 +50,8 @@ from te_core.tensor import Tensor  # noqa: E402
 
 RECIPES = {"bf16": None, "delayed": DelayedScaling(amax_history_len=16), "current": Float8CurrentScaling()}
 BATCHES, CALLS = 20, 40
+#: Of a sequence in the layer: cuDNN adds up the gradient of queries in one piece, and so in one order.
+SEQUENCE, WIDTH = 128, 64
 DRAW = np.random.default_rng(7)
 
 
@@ -112,9 +119,70 @@ def scales_of(gpu: Gpu, gemms: int) -> tuple[Scales, list[ScalingState]]:
     return Scales(*made), states
 
 
+def attentions(gpu: Gpu, tokens: int, hidden: int) -> dict[str, Example]:
+    """Attention by itself, such as leaves equal bits."""
+    found: dict[str, Example] = {}
+    heads, long = hidden // WIDTH, min(512, tokens)
+    batch = tokens // long
+    cases: dict[str, tuple[int, dict[str, Any]]] = {
+        "causal": (heads, {"right": 0}),
+        "of groups": (max(1, heads // 4), {"right": 0}),
+        "padded": (heads, {"padded": True}),
+        "with dropout": (heads, {"right": 0, "dropout": 0.1}),
+        "with slopes": (heads, {"right": 0, "bias": "alibi", "default_slopes": True}),
+        "with a soft-cap": (heads, {"right": 0, "softcap": 20.0}),
+    }
+    for name, (groups, options) in cases.items():
+        core = AttentionSpec(WIDTH**-0.5, "bshd", "bshd", deterministic=True, **options)
+        wanted = AttentionNeeds(True, True, True, False, False)
+        spec = AttentionLayerSpec(core, heads, groups, WIDTH, WIDTH, wanted, "separate", False, False)
+        terms: dict[str, Any] = {}
+        if core.padded:
+            ends = [0] + [n * long + long - 7 * n for n in range(batch)]
+            terms = {name: gpu.rt.tensor(np.array(ends, np.int32)) for name in ("cu_q", "cu_kv")}
+        if core.dropout:
+            terms = {"rng": gpu.rt.tensor(np.array([1234, 0], np.int64))}
+        if core.bias == "alibi":
+            terms = {"slopes": gpu.rt.tensor(np.array(alibi_slopes(heads), np.float32))}
+        parts = [gpu.tensor(batch, long, n, WIDTH) for n in (heads, groups, groups)]
+        given = AttentionInputs(*parts, **terms)
+        _, saved = unwrap(attention.forward)(gpu.rt, *given, spec=spec)
+        back = gpu.tensor(batch, long, hidden), None, saved
+        found[f"attention {name} forward"] = Example(gpu.rt, partial(unwrap(attention.forward), spec=spec), given)
+        found[f"attention {name} backward"] = Example(gpu.rt, partial(unwrap(attention.backward), spec=spec), back)
+    return found
+
+
+def layers(gpu: Gpu, tokens: int, hidden: int, inner: int) -> dict[str, Example]:
+    """A Transformer's layer shaped as Llama's."""
+    found: dict[str, Example] = {}
+    heads, long = hidden // WIDTH, min(SEQUENCE, tokens)
+    groups = max(1, heads // 4)
+    options = {"normalization": "RMSNorm", "activation": "swiglu", "attn_mask_type": "causal", "qkv_format": "bshd"}
+    options |= {"num_attention_heads": heads, "num_gqa_groups": groups, "kv_channels": WIDTH}
+    qkv = (heads + 2 * groups) * WIDTH
+    for label, recipe in RECIPES.items():
+        names = ("layernorm_qkv_weight", "proj_weight", "layernorm_mlp_fc1_weight", "layernorm_mlp_fc2_weight")
+        shapes = ((qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner))
+        known = {n: gpu.tensor(*shape, factor=0.03) for n, shape in zip(names, shapes, strict=True)}
+        known |= {f"{part}_layer_norm_weight": gpu.tensor(hidden) for part in ("layernorm_qkv", "layernorm_mlp")}
+        known["x"] = gpu.tensor(tokens // long, long, hidden)
+        call = calls.call("transformer_layer", options, dtypes.bfloat16, frozenset(known), recipe)
+        given = tuple(known.get(a.name) for a in call.layer.arguments)
+        more: dict[str, Any] = {}
+        if label == "delayed":
+            more["scales"], states = scales_of(gpu, 4)
+            found[f"transformer_layer {label} update"] = Example(gpu.rt, raw.update_scales, (states, "max"))
+        (y,), saved = call.forward(gpu.rt, *given, **more)
+        back = gpu.tensor(*y.shape), saved
+        found[f"transformer_layer {label} forward"] = Example(gpu.rt, call, given, more)
+        found[f"transformer_layer {label} backward"] = Example(gpu.rt, call, back, more, backward=True)
+    return found
+
+
 def examples(gpu: Gpu, tokens: int, hidden: int, inner: int) -> dict[str, Example]:
     """What is recorded."""
-    found: dict[str, Example] = {}
+    found = attentions(gpu, tokens, hidden) | layers(gpu, tokens, hidden, inner)
     for label, recipe in RECIPES.items():
         for name, sizes in (("linear", (inner, hidden)), ("layernorm_mlp", (inner, hidden))):
             options: dict[str, Any] = {"activation": "gelu"} if name == "layernorm_mlp" else {}
@@ -285,7 +353,7 @@ def times(case: Case) -> dict[str, float]:
 
     case.restored()
     return {
-        "steps": len([s for s in case.entry.steps if s.kind <= file.FILL]),
+        "steps": len([s for s in case.entry.steps if s.kind <= file.COPY]),
         "python_us": median_us(python, gpu.synchronize),
         "c_pool_us": median_us(partial(player, case.asked(block=False)), gpu.synchronize),
         "c_block_us": median_us(partial(player, case.asked(block=True)), gpu.synchronize),
@@ -329,18 +397,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", default="on_gpu.json")
     parser.add_argument("--sizes", type=int, nargs=3, default=(2048, 1024, 4096), help="tokens, hidden, inner")
+    parser.add_argument("--only", default="", help="an expression for names of entries")
     asked = parser.parse_args(arguments)
     os.environ["TE_C_BUILD"] = asked.build
     from tests.core.c_library import CRuntime
 
     gpu = Gpu()
     lt = cublaslt.bindings()
-    paths = {"libcuda": libcuda(), "libcublaslt": libraries.file("cublasLt")}
-    known = examples(gpu, *asked.sizes)
+    paths = {"libcuda": libcuda(), "libcublaslt": libraries.file("cublasLt"), "libcudnn": libraries.file("cudnn")}
+    known = {name: example for name, example in examples(gpu, *asked.sizes).items() if re.search(asked.only, name)}
     report: dict[str, Any] = {
         "device": device.info(0).name,
         "driver": ".".join(map(str, libraries.driver_version())),
         "cublasLt": lt.get_version(),
+        "cudnn": ".".join(map(str, libraries.version("cudnn"))),
         "sizes": list(asked.sizes),
         "entries": {},
     }
@@ -356,7 +426,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begin = time.perf_counter()
         runtime.open(path).free()
         report["load_ms_again"] = round((time.perf_counter() - begin) * 1e3, 2)
-        env = {**os.environ, "TE_LIBCUBLASLT": paths["libcublaslt"]}
+        env = {**os.environ, "TE_LIBCUBLASLT": paths["libcublaslt"], "TE_LIBCUDNN": paths["libcudnn"]}
+        folders = [str(Path(libraries.file(name)).parent) for name in ("cudnn", "cublasLt", "nvrtc")]
+        env["LD_LIBRARY_PATH"] = ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")])
         for entry in program.entries:
             case = Case(gpu, entry.name, known[entry.name], entry, player)
             report["entries"][entry.name] = judged(case, Path(asked.build, "play"), path, env)

@@ -28,7 +28,8 @@ static void drop(void *address, void *stream, void *user) {
     free((void *)((uintptr_t)address & ~(uintptr_t)4095));
 }
 
-static const char *const names[] = {"forward", "backward", "update", "there_and_back", "marks", "sideward", ""};
+static const char *const names[] = {"forward", "backward", "update", "there_and_back", "marks",
+                                    "attention", "attention backward", "sideward", ""};
 
 /* A run of an entry, in which something may be wrong. */
 static void run_one(te_runtime *rt, te_program *p) {
@@ -37,7 +38,7 @@ static void run_one(te_runtime *rt, te_program *p) {
     DLTensor tensors[TENSORS];
     DLTensor *pointers[TENSORS + SLACK] = {NULL};
     te_run run = TE_RUN;
-    if (te_program_find(p, names[any(7)], &entry) != TE_OK) entry = (int32_t)any(9) - 2;
+    if (te_program_find(p, names[any(9)], &entry) != TE_OK) entry = (int32_t)any(11) - 2;
     run.entry = entry;
     if (te_program_slots(p, entry, &slots, &inputs, &outputs) == TE_OK)
         for (int32_t i = 0; i < inputs + outputs; i++) {
@@ -86,7 +87,7 @@ static void sequence(const char *stub, const unsigned char *whole, size_t bytes)
     te_runtime *rt = NULL;
     te_program *programs[HANDLES] = {NULL};
     te_runtime_options o = TE_RUNTIME_OPTIONS;
-    o.libcuda = o.libcublaslt = stub;
+    o.libcuda = o.libcublaslt = o.libcudnn = stub;
     o.alloc = take;
     o.free = drop;
     if (any(8) == 0) o.size = any(200);

@@ -1,4 +1,4 @@
-/* A CUDA driver and a cuBLASLt that are not there: found by dlopen in the place of the real ones, they note each call in a
+/* A CUDA driver, a cuBLASLt and a cuDNN that are not there: found by dlopen in the place of the real ones, they note each call in a
  * log of lines and compute nothing. */
 #include <pthread.h>
 #include <stdarg.h>
@@ -11,6 +11,7 @@
 
 typedef struct {
     char name[64];
+    uint64_t image;   /* 0: of any module */
     char letters[72]; /* of the arguments; "b123": a struct of so many bytes */
 } hint;
 
@@ -34,9 +35,9 @@ typedef struct {
 
 static char *text;
 static size_t used, room;
-static hint hints[512];
+static hint hints[4096];
 static int hint_count, muted = 1, devices = 1, major = 9, minor = 0, alive;
-static size_t version = 130100;
+static size_t version = 130100, cudnn_version = 91900;
 static char failing[64];
 static int fails_at, fails_with, refuses_algorithms;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -66,10 +67,11 @@ STUB void stub_clear(void) {
 }
 STUB void stub_mute(int on) { muted = on; }
 STUB int stub_alive(void) { return alive; } /* what was made, and not destroyed */
-STUB void stub_arguments(const char *name, const char *letters) {
+STUB void stub_arguments(const char *name, uint64_t image, const char *letters) {
     int i = 0;
-    while (i < hint_count && strcmp(hints[i].name, name) != 0) i++;
-    if (i == 512) return;
+    while (i < hint_count && (strcmp(hints[i].name, name) != 0 || hints[i].image != image)) i++;
+    if (i == 4096) return;
+    hints[i].image = image;
     (void)snprintf(hints[i].name, sizeof hints[i].name, "%s", name);
     (void)snprintf(hints[i].letters, sizeof hints[i].letters, "%s", letters);
     if (i == hint_count) hint_count++;
@@ -83,6 +85,7 @@ STUB void stub_lt_version(size_t number, int refuses) {
     version = number;
     refuses_algorithms = refuses;
 }
+STUB void stub_cudnn_version(size_t number) { cudnn_version = number; }
 /* The nth call of the function fails with a status; no call: NULL. */
 STUB void stub_fail(const char *name, int nth, int status) {
     (void)snprintf(failing, sizeof failing, "%s", name == NULL ? "" : name);
@@ -225,6 +228,14 @@ STUB int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, vo
     note("fill %#llx %d %zu stream %p\n", (unsigned long long)address, value, bytes, stream);
     return 0;
 }
+STUB int cuMemcpyHtoDAsync_v2(uint64_t address, const void *host, size_t bytes, void *stream) {
+    char line[1024] = "";
+    MAY_FAIL();
+    for (size_t i = 0, at = 0; i < bytes && at + 3 < sizeof line; i++)
+        at += (size_t)snprintf(line + at, sizeof line - at, "%02x", ((const unsigned char *)host)[i]);
+    note("copy %#llx %zu %s stream %p\n", (unsigned long long)address, bytes, line, stream);
+    return 0;
+}
 STUB int cuStreamSynchronize(void *stream) {
     MAY_FAIL();
     note("synchronize %p\n", stream);
@@ -327,7 +338,7 @@ STUB int cuLaunchKernel(void *what, unsigned gx, unsigned gy, unsigned gz, unsig
     memcpy(&digest, f->image, 8);
     const char *letters = NULL;
     for (int i = 0; i < hint_count; i++)
-        if (strcmp(hints[i].name, f->name) == 0) letters = hints[i].letters;
+        if (strcmp(hints[i].name, f->name) == 0 && (!hints[i].image || hints[i].image == digest)) letters = hints[i].letters;
     if (extra != NULL || letters == NULL || (shared > 48 * 1024 && f->shared < (int)shared)) return 1;
     line[0] = '\0';
     if (letters[0] == 'b') {
@@ -466,5 +477,105 @@ STUB int cublasLtMatmul(void *handle, void *desc, const void *alpha, const void 
     note("gemm %d %d%s: %#llx %#llx %#llx %#llx workspace %#llx %zu stream %p\n", known->compute, known->scale, line,
          (unsigned long long)(uintptr_t)a, (unsigned long long)(uintptr_t)b, (unsigned long long)(uintptr_t)c,
          (unsigned long long)(uintptr_t)d, (unsigned long long)(uintptr_t)workspace, bytes, stream);
+    return 0;
+}
+
+/* ----------------------------------------------------------------------------------------------------------- cuDNN */
+
+/* A plan is a text with "workspace": BYTES in it; tensors of the numbers from FIRST to LAST are passed by value. */
+enum { PLAN = 5, PACK = 16, MOST = 64, FIRST_VALUE = 9000, LAST_VALUE = 9099 };
+
+typedef struct {
+    int kind, finished;
+    char *plan;
+    void *handle, *workspace, *pointers[MOST];
+    int64_t ids[MOST], count, id_count;
+} backend;
+
+STUB size_t cudnnGetVersion(void) { return cudnn_version; }
+STUB void cudnnGetLastErrorString(char *place, size_t size) { (void)snprintf(place, size, "a stub was told to fail"); }
+STUB int cudnnCreate(void **out) {
+    MAY_FAIL();
+    *out = made(sizeof(void *));
+    return 0;
+}
+STUB int cudnnDestroy(void *handle) {
+    gone(handle);
+    return 0;
+}
+STUB int cudnnSetStream(void *handle, void *stream) {
+    MAY_FAIL();
+    memcpy(handle, &stream, sizeof stream);
+    return 0;
+}
+STUB int cudnnBackendCreateDescriptor(int kind, void **out) {
+    MAY_FAIL();
+    backend *b = made(sizeof *b);
+    b->kind = kind;
+    *out = b;
+    return kind != PLAN && kind != PACK;
+}
+STUB int cudnnBackendDestroyDescriptor(void *what) {
+    free(((backend *)what)->plan);
+    gone(what);
+    return 0;
+}
+STUB int cudnnBackendSetAttribute(void *what, int name, int type, int64_t count, const void *value) {
+    backend *b = what;
+    MAY_FAIL();
+    if (b->finished) return 2000;
+    if (name == 400 && type == 0 && count == 1) {
+        memcpy(&b->handle, value, sizeof b->handle);
+    } else if (name == 405 && type == 24 && b->plan == NULL) {
+        b->plan = calloc(1, (size_t)count + 1);
+        memcpy(b->plan, value, (size_t)count);
+    } else if (name == 1000 && type == 3 && count <= MOST) {
+        memcpy(b->ids, value, 8 * (size_t)count);
+        b->id_count = count;
+    } else if (name == 1001 && type == 6 && count <= MOST) {
+        memcpy(b->pointers, value, 8 * (size_t)count);
+        b->count = count;
+    } else if (name == 1003 && type == 6 && count == 1) {
+        memcpy(&b->workspace, value, sizeof b->workspace);
+    } else {
+        return 2000;
+    }
+    return 0;
+}
+STUB int cudnnBackendGetAttribute(void *what, int name, int type, int64_t room_, int64_t *count, void *value) {
+    const backend *b = what;
+    MAY_FAIL();
+    if (!b->finished || name != 402 || type != 3 || room_ != 1) return 2000;
+    const char *found = strstr(b->plan, "\"workspace\": ");
+    const int64_t bytes = found == NULL ? 0 : strtoll(found + 13, NULL, 10);
+    memcpy(value, &bytes, sizeof bytes);
+    *count = 1;
+    return 0;
+}
+STUB int cudnnBackendFinalize(void *what) {
+    backend *b = what;
+    MAY_FAIL();
+    if (b->kind == PLAN && (b->handle == NULL || b->plan == NULL || b->plan[0] != '{')) return 2000;
+    if (b->kind == PACK && b->count != b->id_count) return 2000;
+    b->finished = 1;
+    return 0;
+}
+STUB int cudnnBackendExecute(void *handle, void *what, void *with) {
+    const backend *plan = what, *pack = with;
+    char line[4096];
+    size_t at = 0;
+    void *stream;
+    MAY_FAIL();
+    if (!plan->finished || plan->kind != PLAN || !pack->finished || pack->kind != PACK) return 2000;
+    if (muted) return 0;
+    memcpy(&stream, handle, sizeof stream);
+    for (int64_t i = 0; i < pack->count; i++) {
+        uint64_t value = (uint64_t)(uintptr_t)pack->pointers[i];
+        const int64_t id = pack->ids[i];
+        if (id >= FIRST_VALUE && id <= LAST_VALUE) memcpy(&value, pack->pointers[i], sizeof value);
+        at += (size_t)snprintf(line + at, sizeof line - at, " %lld=%#llx", (long long)id, (unsigned long long)value);
+    }
+    note("attend %016llx%s workspace %p stream %p\n", (unsigned long long)digest_of(plan->plan), line, pack->workspace,
+         stream);
     return 0;
 }

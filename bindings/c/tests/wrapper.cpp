@@ -73,6 +73,7 @@ int main(int count, char **words) {
     if (count != 3) return 2;
     setenv("TE_LIBCUDA", words[1], 1);
     setenv("TE_LIBCUBLASLT", words[1], 1);
+    setenv("TE_LIBCUDNN", words[1], 1);
     std::ifstream file(words[2], std::ios::binary);
     const std::vector<char> content{std::istreambuf_iterator<char>(file), {}};
     Arena arena;

@@ -2,38 +2,26 @@
 
 from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
 from te_jax.context import MeshResource, autocast
-from te_jax.layers import SoftmaxType, activation, dense, layernorm, layernorm_dense, layernorm_mlp, softmax
+from te_jax.layers import (
+    SoftmaxType,
+    activation,
+    dense,
+    layernorm,
+    layernorm_dense,
+    layernorm_mlp,
+    multihead_attention,
+    softmax,
+    transformer_layer,
+)
 from te_jax.not_built import grouped_dense
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.record import explain
 from te_jax.rules import checkpoint_names
 from te_jax.state import Scaling, scaling
-from te_jax.whole import multihead_attention, transformer_layer
 
 __all__ = [
-    "AttnBiasType",
-    "AttnMaskType",
-    "AttnSoftmaxType",
-    "MeshResource",
-    "QKVLayout",
-    "Quantized",
-    "Scaling",
-    "SequenceDescriptor",
-    "SoftmaxType",
-    "activation",
-    "autocast",
-    "checkpoint_names",
-    "dense",
-    "dequantize",
-    "explain",
-    "fused_attn",
-    "grouped_dense",
-    "layernorm",
-    "layernorm_dense",
-    "layernorm_mlp",
-    "multihead_attention",
-    "quantize",
-    "scaling",
-    "softmax",
-    "transformer_layer",
-]
+    "AttnBiasType", "AttnMaskType", "AttnSoftmaxType", "MeshResource", "QKVLayout", "Quantized", "Scaling",
+    "SequenceDescriptor", "SoftmaxType", "activation", "autocast", "checkpoint_names", "dense", "dequantize",
+    "explain", "fused_attn", "grouped_dense", "layernorm", "layernorm_dense", "layernorm_mlp", "multihead_attention",
+    "quantize", "scaling", "softmax", "transformer_layer",
+]  # fmt: skip

@@ -11,7 +11,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,11 @@ from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import LibraryError, UnsupportedError
 from te_core.runtime import Runtime
-from te_core.tape.hosted import Hosted, hosted
-from te_core.tape.recorder import record
-from te_core.tape.walk import NotRecordedError, exchanged
+from te_core.tape.hosted import At, Brought, Hosted, NoMemory, at_place, brought, place_of
+from te_core.tape.walk import NotRecordedError
 from te_core.tensor import CPU, Device, Tensor, cuda_device
 
 _ALIGNMENT = 16  # of what enters and leaves an XLA program; inside it is more
-_SHIFT = 40
 
 
 class Array(NamedTuple):
@@ -42,22 +40,7 @@ class Array(NamedTuple):
         return self.dtype.nbytes(prod(self.shape))
 
 
-class _NoMemory:
-    """An allocator for calls whose memory is XLA's: nothing is taken."""
-
-    alignment = _ALIGNMENT
-
-    def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> NoReturn:
-        raise LibraryError("te_jax", f"memory for {dtype}{list(shape)}", "XLA's buffers alone", "report this")
-
-    def record_stream(self, tensor: Tensor, stream: int) -> None:
-        """Nothing of its own is given away."""
-
-    def beside(self, stream: int) -> _NoMemory:
-        return self
-
-
-_NOTHING: Any = _NoMemory()
+_NOTHING: Any = NoMemory(_ALIGNMENT)
 _runtimes: dict[tuple[Device, int], Runtime] = {}
 
 
@@ -71,37 +54,12 @@ def runtime(device: Device, stream: int = 0) -> Runtime:
     return found
 
 
-def _place(number: int) -> int:
-    """An address that stands for an operand or a result."""
-    return (number + 1) << _SHIFT
-
-
-class At(NamedTuple):
-    """Where a tensor lies: in an operand, or in a result, which are counted behind them."""
-
-    number: int
-    offset: int
-
-
 class Part(NamedTuple):
     """An array inside of an operand or a result."""
 
     number: int
     offset: int
     array: Array
-
-
-def _at(address: int) -> At:
-    return At((address >> _SHIFT) - 1, address & ((1 << _SHIFT) - 1))
-
-
-class Program(NamedTuple):
-    """Work, recorded on a device."""
-
-    made: Hosted
-    places: tuple[At, ...]  # of the tape's inputs
-    results: tuple[Array, ...]
-    structure: Callable[[Sequence[int]], Any]  # of the addresses of operands and results: what the layer returned
 
 
 class Work:
@@ -125,15 +83,16 @@ class Work:
         self.operands, self.written = tuple(operands), tuple(written)
         whole = f"{te_core.__version__} {name} {content} {self.operands} {self.written}"
         self.digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
-        self._programs: dict[Device, Program] = {}
+        self._programs: dict[Device, Brought] = {}
+        self._placed: dict[Device, tuple[At, ...]] = {}
+        self.calls: Callable[[], int] | None = None  # how often XLA has called it in C, if it does
         self._lock = threading.RLock()  # destructors may run inside of it
         self.used: tuple[int, ...] = tuple(range(len(self.operands)))
-        first = self.on(CPU)
-        self.results = first.results
-        self.used = tuple(sorted({at.number for at in first.places} | set(self.written)))
+        self.results: tuple[Array, ...] = ()
+        self.used = tuple(sorted({at.number for at in self.on(CPU).places} | set(self.written)))
         self._order = {number: i for i, number in enumerate(self.used)}
 
-    def on(self, device: Device) -> Program:
+    def on(self, device: Device) -> Brought:
         """Its program on this device."""
         found = self._programs.get(device)
         if found is None:
@@ -142,37 +101,22 @@ class Work:
                 self._programs[device] = found
         return found
 
-    def _recorded(self, device: Device) -> Program:
+    def _recorded(self, device: Device) -> Brought:
         rt = runtime(device)
-        tensors = [Tensor(_place(i), *a, device, object()) for i, a in enumerate(self.operands)]
-        arguments, options = self.build(rt, tensors)
-        found: list[Tensor] = []
-        exchanged((*arguments, *options.values()), lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
+        tensors = [Tensor(place_of(i), *a, device, object()) for i, a in enumerate(self.operands)]
         try:
-            tape = record(rt, self.name, self.function, (arguments, options), _ALIGNMENT)
-            made = hosted(rt, tape)
+            call = brought(rt, self.name, self.function, self.build(rt, tensors), len(tensors), _ALIGNMENT)
         except NotRecordedError as error:
             do = "leave this option out, or call te_core.functional outside of jax.jit"
             raise UnsupportedError(self.name, str(error), "calls that te_core can record", do) from error
-        results = tuple(_stored(slot.shape, slot.dtype, slot.nbytes) for slot in made.results())
-        places = tuple(_at(t.ptr) for t in found)
-        order = {slot: len(self.operands) + n for n, slot in enumerate(made.kept)}
-
-        def structure(addresses: Sequence[int]) -> Any:
-            at = [addresses[p.number] + p.offset for p in places]
-            held: list[Any] = [
-                Tensor(a, t.shape, t.dtype, device, t.owner, t.strides) for a, t in zip(at, found, strict=True)
-            ]
-            for slot in range(len(found), len(tape.slots)):
-                at.append(addresses[order[slot]] if slot in order else 0)
-                held.append(object())
-            return tape.result(at, [*held, ()])
-
-        if device is not CPU and results != self.results:
+        results = tuple(_stored(slot.shape, slot.dtype, slot.nbytes) for slot in call.made.results())
+        if device is CPU:
+            self.results = results
+        elif results != self.results:
             got = f"results {results} on {device}, {self.results} on the CPU"
             raise UnsupportedError(self.name, got, "layers whose results have one shape everywhere", "report this")
-        self._compare(device, made)
-        return Program(made, places, results, structure)
+        self._compare(device, call.made)
+        return call
 
     def _compare(self, device: Device, made: Hosted) -> None:
         """A program was lowered for one GPU and may run on another: its block is as large there."""
@@ -188,25 +132,33 @@ class Work:
 
     def standing(self) -> Any:
         """What the function returns, over addresses that stand for operands and results."""
-        return self.on(CPU).structure([_place(i) for i in range(len(self.operands) + len(self.results))])
+        return self.on(CPU).structure([place_of(i) for i in range(len(self.operands) + len(self.results))])
 
     def where(self, tensor: Tensor | None) -> Part | None:
         """Which part of an operand or a result a tensor of `standing` is."""
         if tensor is None:
             return None
-        at, array = _at(tensor.ptr), Array(tuple(tensor.shape), tensor.dtype)
+        at, array = at_place(tensor.ptr), Array(tuple(tensor.shape), tensor.dtype)
         stored = (*self.operands, *self.results)[at.number]
         whole = not at.offset and array.nbytes == stored.nbytes
         if not tensor.is_contiguous or not (whole or stored.dtype is dtypes.uint8):
             raise UnsupportedError(self.name, f"{tensor!r} inside of {stored}", "results of their own", "report this")
         return Part(*at, array)
 
+    def places(self, device: Device) -> tuple[At, ...]:
+        """Where the tape's slots lie in a call's buffers: the operands that are used, the written ones again, the
+        results, the block."""
+        found = self._placed.get(device)
+        if found is None:
+            given = [At(self._order[number], offset) for number, offset in self.on(device).places]
+            first = len(self.used) + len(self.written)
+            found = self._placed[device] = (*given, *(At(first + i, 0) for i in range(len(self.results) + 1)))
+        return found
+
     def run(self, device: Device, stream: int, addresses: list[int]) -> None:
-        """Carry it out on the addresses of the operands that are used, of the written ones again, of the results."""
+        """Carry it out on the addresses of a call's buffers."""
         program = self.on(device)
-        given = self._order
-        at = [addresses[given[number]] + offset for number, offset in program.places]
-        at += addresses[len(self.used) + len(self.written) :]
+        at = [addresses[number] + offset for number, offset in self.places(device)]
         if device is not CPU and any(address % _ALIGNMENT for address in at):
             raise LibraryError(self.name, "a buffer that is not aligned", f"{_ALIGNMENT} bytes", "report this")
         program.made.tape.replay(runtime(device, stream), at, [None] * len(at), ())
@@ -269,5 +221,6 @@ def explain() -> str:
             if device is CPU and len(work._programs) > 1:
                 continue  # that one was made for its shapes alone
             steps, block = len(program.made.tape.steps), program.made.block
-            lines.append(f"{work.of(device)}; {steps} steps, {block} bytes of temporaries")
+            way = "" if device is CPU else f", in C ({work.calls()} calls)" if work.calls else ", in Python"
+            lines.append(f"{work.of(device)}; {steps} steps, {block} bytes of temporaries{way}")
     return "\n".join([*lines, *_notes]) or "no program with layers of te_core was lowered yet"

@@ -22,7 +22,7 @@ from te_core.quantize.state import Scales
 from te_core.recipe import Recipe
 from te_core.runtime import Runtime
 from te_core.tensor import CPU, Tensor, cuda_device
-from te_jax import handler, plain, record
+from te_jax import c_handler, handler, plain, record
 from te_jax.mesh import alike
 from te_jax.record import Array, Part, Work
 
@@ -45,11 +45,16 @@ def _aval(kind: Array, like: Any) -> Any:
 
 def _lower(ctx: Any, *operands: Any, work: Work, on_gpu: bool) -> Any:
     _refuse_partition(ctx, work)
-    device = cuda_device(0) if on_gpu else CPU
+    device, target = cuda_device(0) if on_gpu else CPU, handler.TARGET
+    # (Not while programs run, whose collectives wait for one another.)
+    devices = list(range(jax.local_device_count() if _over_mesh(ctx) else 1)) if on_gpu else []
     try:
         program = work.on(device)
-        for other in range(1, jax.local_device_count() if on_gpu and _over_mesh(ctx) else 0):
-            work.on(cuda_device(other))  # not while programs run, whose collectives wait for one another
+        if on_gpu and c_handler.takes(work, devices):
+            target = c_handler.TARGET
+        else:
+            for other in devices[1:]:
+                work.on(cuda_device(other))
     except UnsupportedError as refusal:
         if work.plain is None:
             raise
@@ -58,7 +63,7 @@ def _lower(ctx: Any, *operands: Any, work: Work, on_gpu: bool) -> Any:
         return mlir.lower_fun(work.plain, multiple_results=True)(ctx.replace(avals_in=shapes), *operands)
     ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((max(program.made.block, 1),), np.uint8)])
     aliases = {work.used.index(operand): i for i, operand in enumerate(work.written)}
-    rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=aliases)
+    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
     return rule(ctx, *operands, digest=np.int64(record.known(work)))[:-1]
 
 

@@ -24,11 +24,12 @@ from te_core.backends.cpu.attention_merge import attention_merge, attention_sink
 from te_core.backends.cpu.attention_scored import attention_scored, plan_attention_scored
 from te_core.backends.cpu.context import context_draws, context_lengths, context_mark, context_max
 from te_core.backends.cpu.context_rows import context_rows
-from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward
+from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward, rank_sum
 from te_core.backends.cpu.executor import executor, executors
 from te_core.backends.cpu.gemm import plan_gemm
 from te_core.backends.cpu.kv_cache import kv_append, kv_gather, kv_move
 from te_core.backends.cpu.l2_norm import l2_norm_backward, l2_norm_forward
+from te_core.backends.cpu.loss import loss_rows, loss_values
 from te_core.backends.cpu.matrix import column_sum, resize
 from te_core.backends.cpu.memory import copy_from_host, copy_to_host, default_allocator, order, stream, zero
 from te_core.backends.cpu.norm import norm_backward, norm_forward

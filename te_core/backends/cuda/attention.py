@@ -145,6 +145,14 @@ def _constants_held(device: Device) -> dict[tuple[float, ...], int]:
     return {}
 
 
+def constants_at(device: Device, address: int) -> tuple[int, bytes] | None:
+    """(where they begin, their content), if an address is that of one of a soft-cap's numbers."""
+    for values, begin in device.of(_constants_held).items():
+        if begin <= address < begin + 4 * len(values):
+            return begin, np.array(values, np.float32).tobytes()
+    return None
+
+
 def _constants(rt: Runtime, wants: GraphSpec) -> tuple[int, ...]:
     """The addresses of the numbers of a soft-cap in device memory."""
     values = wants.constants()

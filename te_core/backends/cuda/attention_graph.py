@@ -8,7 +8,7 @@ The number of a tensor in a graph is its place in `OPERANDS` plus one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,13 @@ OPERANDS = (
     *CONSTANTS,
 )
 UIDS = {name: number + 1 for number, name in enumerate(OPERANDS)}
+
+
+def written_by(operands: Sequence[str]) -> frozenset[str]:
+    """Of a graph's tensors, those that a run writes."""
+    results = ("dq", "dk", "dv", "dbias", "dsink") if "dq" in operands else ("out", "stats", "sum_exp")
+    return frozenset(operands) & {*results, *AMAXES}
+
 
 #: Sequences of a packed graph are a power of two, at least so many: an empty one costs a few idle blocks.
 FEWEST_SEQUENCES = 8

@@ -344,11 +344,21 @@ def load_or_build(target: Target, spec: Hashable, names: tuple[str, ...], descri
     built = build(target, describe)
     COUNTS.built += 1
     try:
-        image = bytes(built.serialize(as_bytes=True))
+        image = serialized(built)
     except (RuntimeError, frontend().module.cudnnGraphNotSupportedError):  # an engine whose plans are not for keeping
         return Graph(built, names, "built")
     write_cache(place, image)
     return Graph(built, names, "built")
+
+
+def serialized(built: Any) -> bytes:
+    """What the frontend stores of a finished graph."""
+    return bytes(built.serialize(as_bytes=True) if _knows_bytes(built) else built.serialize())
+
+
+def _knows_bytes(built: Any) -> bool:
+    """Whether a graph is stored as bytes: frontend 1.28, which CUDA 12 has, gives and takes lists of numbers only."""
+    return "as_bytes" in (built.serialize.__doc__ or "as_bytes")
 
 
 def disk_key(target: Target, spec: Hashable) -> str:
@@ -366,11 +376,12 @@ def _source(module: str) -> bytes:
 def _deserialized(target: Target, names: tuple[str, ...], stored: bytes) -> Graph | None:
     """The graph of a stored plan; None where this cuDNN does not take it."""
     made = frontend().native.backend_graph(**target.arguments())
+    image = stored if _knows_bytes(made) else list(stored)
     try:
         if target.properties is None:
-            made.deserialize(target.handle, stored)
+            made.deserialize(target.handle, image)
         else:
-            made.deserialize(stored)
+            made.deserialize(image)
         return Graph(made, names, "read from disk")
     except (RuntimeError, ValueError, IndexError, frontend().module.cudnnGraphNotSupportedError):
         return None  # another version's, cut short, or not for this driver

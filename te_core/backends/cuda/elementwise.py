@@ -11,6 +11,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 _TILE_ROWS, _LANES = 16, 32  # of the strips of elementwise.cu
+_PER_BLOCK = 1024  # vectors of a row that a block of rank_sum.cu takes
 
 
 def add(rt: Runtime, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -28,6 +29,23 @@ def add(rt: Runtime, a: Tensor, b: Tensor, out: Tensor) -> None:
     )
     blocks = min(1 << 20, max(1, -(-a.size * a.dtype.itemsize // (256 * 2 * 16))))
     kernel(rt, blocks, 256, a, b, out, a.size)
+
+
+def rank_sum(rt: Runtime, parts: Tensor, out: Tensor) -> None:
+    """Dense rows are one; a long row has several blocks."""
+    ranks, rows, width = parts.shape
+    step, size = out.row_major_strides()[0], parts.dtype.itemsize
+    if step == width:
+        rows, width = 1, rows * width
+    bits = parts.ptr | out.ptr | width * size | (step * size if rows > 1 else 0) | 16
+    vec = (bits & -bits) // size
+    kernel = loader.get(
+        rt, "rank_sum", args="ppqqiiq", DTYPE=TYPES[out.dtype], VEC=vec, RANKS=ranks if 2 <= ranks <= 8 else 0
+    )
+    vectors = width // vec
+    segments = max(1, -(-vectors // _PER_BLOCK))
+    if rows and vectors:
+        kernel(rt, rows * segments, 256, parts, out, rows, vectors, segments, ranks, step)
 
 
 def _strips(

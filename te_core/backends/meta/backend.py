@@ -46,9 +46,10 @@ attention_backward = attention_forward = attention_scored = _run
 attention_fp8_backward = attention_fp8_forward = scale_pairs = _run
 attention_merge = attention_sink_grad = context_sum = _run
 context_draws = context_lengths = context_mark = context_max = context_rows = _run
-add = bias_dropout_add = bias_dropout_add_backward = _run
+add = bias_dropout_add = bias_dropout_add_backward = rank_sum = _run
 kv_append = kv_gather = kv_move = _run
 l2_norm_backward = l2_norm_forward = norm_backward = norm_forward = _run
+loss_rows = loss_values = _run
 adam = adam_quantized = norm_many = scale_many = sgd = _run
 column_sum = resize = padding_order = _run
 permute = row_map = unpermute = unpermute_backward = _run

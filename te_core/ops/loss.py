@@ -1,0 +1,167 @@
+"""Cross entropy over the rows of logits, whole or one rank's part of the classes, in float32 whatever they lie in.
+
+With t the target of a row, V all classes, s label smoothing and z the factor of the z-loss:
+
+    lse = log(sum(exp(x)))        loss = lse - (1 - s) x_t - s / V sum(x) + z lse^2
+    dx_j = g ((1 + 2 z lse) exp(x_j - lse) - s / V - (1 - s) [j = t])
+
+A row whose target is `ignore_index` has loss 0 and gradient 0, and is not read. A target that is neither that nor a
+class gives NaN, in both: nothing waits for the device to tell. What the ranks of a vocabulary exchange are `facts`,
+three numbers of a row: lse and sum(x) over its classes, and x_t where it has the target (else 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from te_core import dtypes
+from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import ArgumentError
+from te_core.ops import _check
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+FACTS = 3
+MAX_ROW = MAX_ROWS = 2**31 - 1
+TARGETS = (dtypes.int64, dtypes.int32)
+#: What a row's losses come to: their sum; their mean, NaN over no rows; the same, 0 over no rows.
+TOTALS = ("sum", "mean", "mean of some")
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """Which loss it is. `classes` counts those of all ranks, of which logits begin with `first`."""
+
+    classes: int
+    first: int = 0
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ArgumentError("cross entropy", f"label_smoothing={self.label_smoothing}", "0 to 1", "correct it")
+        if not 0.0 <= self.z_loss < float("inf"):
+            raise ArgumentError("cross entropy", f"z_loss={self.z_loss}", "a finite number from 0 on", "correct it")
+
+
+@dataclass(frozen=True, slots=True)
+class LossOpSpec:
+    """All that a launch over logits depends on besides addresses and `terms`."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    target: DType
+    alignment: int  # how far addresses are off the 16-byte grid, all of them together
+
+
+class LossOperands(NamedTuple):
+    """What a launch over logits reads and writes."""
+
+    logits: Tensor
+    target: Tensor
+    facts: Tensor  # written where `known` is None
+    known: Tensor | None  # [ranks, M, FACTS]
+    grad: Tensor | None  # of each row's loss, or one for all
+    out: Tensor | None
+
+
+def loss_facts(rt: Runtime, logits: Tensor, target: Tensor, *, terms: LossTerms, out: Tensor | None = None) -> Tensor:
+    """float32 [M, FACTS] of the rows of logits [M, V]; target int64 or int32 [M]."""
+    op = "loss_facts"
+    _check_rows(op, rt, logits, target, terms)
+    facts = _facts(op, rt, logits, out)
+    spec = LossOpSpec(logits.shape, logits.dtype, target.dtype, _check.off(logits))
+    rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, facts, None, None, None))
+    return facts
+
+
+def loss_values(
+    rt: Runtime, facts: Tensor, target: Tensor, *, terms: LossTerms, total: str = "sum"
+) -> tuple[Tensor, Tensor]:
+    """(float32 [M], the loss of each row; float32 [2]: their total, and what a gradient of the total is scaled by).
+
+    facts: [ranks, M, FACTS], of all ranks. The order of the additions depends on M alone.
+    """
+    op = "loss_values"
+    _check_target(op, target)
+    _check.one_of(op, "total", total, TOTALS)
+    _check_known(op, facts, target.shape[0])
+    _check.on_device(op, rt.device, facts, target)
+    losses, both = rt.empty(target.shape, dtypes.float32), rt.empty((2,), dtypes.float32)
+    rt.backend.loss_values(rt, terms, total, facts, target, losses, both)
+    return losses, both
+
+
+def loss_gradient(
+    rt: Runtime,
+    logits: Tensor,
+    target: Tensor,
+    *,
+    terms: LossTerms,
+    known: Tensor | None = None,
+    grad: Tensor | None = None,
+    out: Tensor | None = None,
+    facts: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(the gradient of logits, in their dtype; facts). `out` may be logits.
+
+    known: the facts of all ranks. Without them logits are all classes, and the same pass finds their facts. grad:
+    float32 [M], or [1] for all rows: what the gradient is multiplied by.
+    """
+    op = "loss_gradient"
+    _check_rows(op, rt, logits, target, terms)
+    rows = logits.shape[0]
+    if known is None:
+        whole = logits.shape[1] == terms.classes
+        _check.require(whole, op, f"{logits!r} of {terms.classes} classes, known=None", "all classes", "pass known")
+        facts = _facts(op, rt, logits, facts)
+    else:
+        _check_known(op, known, rows)
+    if grad is not None:
+        _check.vector(op, "grad", grad, 1 if grad.shape == (1,) else rows, (dtypes.float32,))
+    _check.on_device(op, rt.device, known, grad)
+    _check.result(op, rt.device, "out", out, logits.shape, (logits.dtype,))
+    if out is None:
+        out = rt.empty(logits.shape, logits.dtype)
+    spec = LossOpSpec(logits.shape, logits.dtype, target.dtype, _check.off(logits, out))
+    read = known if facts is None else facts
+    assert read is not None
+    rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, read, known, grad, out))
+    return out, None if known is not None else facts
+
+
+def _facts(op: str, rt: Runtime, logits: Tensor, given: Tensor | None) -> Tensor:
+    size = (logits.shape[0], FACTS)
+    _check.result(op, rt.device, "facts", given, size, (dtypes.float32,))
+    return rt.empty(size, dtypes.float32) if given is None else given
+
+
+def _check_rows(op: str, rt: Runtime, logits: Tensor, target: Tensor, terms: LossTerms) -> None:
+    _check.matrix(op, "logits", logits)
+    _check.one_of(op, "dtype of logits", logits.dtype, ACTIVATION_DTYPES)
+    _check_target(op, target)
+    rows, width = logits.shape
+    _check.require(
+        target.shape[0] == rows, op, f"{target!r} for {logits!r}", "a target for each row of logits", "make them alike"
+    )
+    _check.require(
+        rows <= MAX_ROWS and 1 <= width <= MAX_ROW and 0 <= terms.first <= terms.classes - width,
+        op,
+        f"{logits!r} of classes {terms.first} to {terms.first + width} of {terms.classes}",
+        f"1 to {MAX_ROW} classes, all among `classes`",
+        "correct the terms",
+    )
+    _check.on_device(op, rt.device, logits, target)
+
+
+def _check_target(op: str, target: Tensor) -> None:
+    ok = target.ndim == 1 and target.is_contiguous and target.dtype in TARGETS
+    _check.require(ok, op, f"target = {target!r}", "a dense vector of int64 or int32", "convert the target")
+
+
+def _check_known(op: str, facts: Tensor, rows: int) -> None:
+    ok = facts.ndim == 3 and facts.shape[0] >= 1
+    _check.require(ok, op, f"facts = {facts!r}", "[ranks, M, 3]", "put the facts of all ranks behind one another")
+    _check.sized(op, "facts", facts, (facts.shape[0], rows, FACTS), (dtypes.float32,))
