@@ -20,7 +20,7 @@ max |x| / 448, found anew in each step (a pass of its own before the update); `s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from te_core import dtypes
@@ -96,7 +96,8 @@ def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
     if not tensors:
         return
     first = tensors[0]
-    spec = AdamSpec(*[_check.dtype(t) for t in first[:5]], first.amax is not None)  # type: ignore[arg-type]
+    kinds = AdamSpec(*[_check.dtype(t) for t in first[:5]])  # type: ignore[arg-type]
+    spec = replace(kinds, amax=first.amax is not None)
     _check_adam(op, spec)
     for t in tensors:
         _check_list(op, rt, AdamTensors._fields[:5], t[:5], first[:5])

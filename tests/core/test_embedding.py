@@ -32,7 +32,7 @@ from te_core.tensor import from_numpy
 from tests.backends import HARDWARE
 from tests.core.c_library import FOLDER, CLayer, CRuntime, DLTensor, PlayerError, built, host_tensor, stub
 from tests.core.fake_cuda import Machine, Make
-from tests.core.program_proof import Proof, _digest, compare
+from tests.core.program_proof import Proof, compare, digest_of
 from tests.core.tape_cases import Maker
 from tests.core.test_program_c import made
 from tests.functional_cases import FUNCTIONS, OF_RECIPES, Right, right
@@ -174,7 +174,7 @@ class OnStub(Proof):
         self.memory.given = []
         for opened in [one for one in doors._things.values() if isinstance(one, Opened)]:
             for f in opened.program.functions:
-                digest = _digest(opened.program.modules[f.module])
+                digest = digest_of(opened.program.modules[f.module])
                 stub().stub_arguments(f.name.encode(), digest, f.letters.replace("r", "p").encode())
         return result, c()
 
@@ -187,6 +187,7 @@ def test_on_a_gpu_programs_play(make: Make, monkeypatch: pytest.MonkeyPatch, nam
     taped.set_when("first")
     rt, kind = proof.rt, {"plain": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}[recipe]
     options: dict[str, Any] = {"num_attention_heads": 4} if name == "transformer_layer" else {}
+    options |= {"hidden_dropout": 0.1} if options and recipe == "plain" else {}
     layer = CLayer(proof.c.handle, name, said(kind, options), scaled=recipe == "delayed")
     maker, sizes = Maker(rt), {"K": 64, "N": 96, "F": 128, "F'": 128, "...": 32}
     sizes |= {"S": 16, "B": 2, "H": 64, "R": 192, "P": 64}
@@ -196,12 +197,15 @@ def test_on_a_gpu_programs_play(make: Make, monkeypatch: pytest.MonkeyPatch, nam
     whole = Named(calls.LAYERS[name])
     tensors = dict.fromkeys(whole.arguments) | {s.name.decode(): t for s, t in zip(slots, given, strict=True)}
     call = calls.call(name, options | whole.implied(tensors, options, rt), dtypes.bfloat16, needs, kind)
-    arguments = whole.placed(tensors, call, None, rt)
+    seed = maker(*whole.pairs, dtype=dtypes.int64) if call.draws else None
+    arguments = whole.placed(tensors, call, seed, rt)
     (state,) = [one for one in doors._things.values() if isinstance(one, State)] or [None]
     more = {} if state is None else {"scales": state.scales}
     shape = (16, 2, 64) if options else (32, 96)
     y, dy = maker(*shape), maker(*shape)
-    fresh = [None if t is None else host_tensor(t) for t in given]
+    inputs = [*given, *[None] * (len(layer.slots()[0]) - len(given))]
+    inputs[-1] = inputs[-1] if seed is None else seed
+    fresh = [host_tensor(t) for t in inputs]
     out = host_tensor(y)
     out.data = None
 
