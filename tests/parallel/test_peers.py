@@ -20,6 +20,7 @@ from tests.parallel.peer_steps import (
     memory,
     uses,
     with_graphs,
+    without,
 )
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_overlap import AGREES, GEMMS, methods
@@ -48,6 +49,13 @@ def test_steps_of_changing_token_counts(
             assert said[gemm].startswith(f"overlapped by {method}") and said[gemm].endswith("through peer memory")
 
 
+def test_gpus_that_cannot_read_each_other(pair: Ranks) -> None:
+    """It is told once."""
+    for shared, why in ((True, "share a GPU"), (False, "has no access to that of rank")):
+        for there, told in pair.run(without, shared):
+            assert not there and len(told) == 1 and why in told[0] and "Parts travel over gloo" in told[0]
+
+
 def test_a_rank_that_dies_ends_the_wait(two: Ranks) -> None:
     waiting, dead = two.outcomes(left_alone, 1)
     assert dead.how == "died", dead
@@ -68,7 +76,14 @@ def test_two_groups_of_two(ranks_of: Any) -> None:
         assert found == math.inf and said["fc1_fprop"] == "overlapped by ring_exchange, in 2 parts, through peer memory"
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [("mlp", None), ("layer", "delayed"), ("attention", "current")])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("mlp", None),
+        pytest.param("attention", "current", marks=pytest.mark.more),
+        pytest.param("layer", "delayed", marks=pytest.mark.more),
+    ],
+)
 def test_graphs_give_the_bits_of_eager_steps(two: Ranks, kind: str, recipe: str | None) -> None:
     for found, said in two.run(with_graphs, kind, recipe):
         assert not found and all(how.endswith("through peer memory") for how in said.values()) and said
