@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from te_core import c_library, calls, config, dtypes, functional, libraries, program
+from te_core import c_library, calls, config, dtypes, embed, functional, libraries, program
 from te_core.embed import doors
 from te_core.embed.layers import Opened, State
 from te_core.functional.named import Named
@@ -388,6 +388,12 @@ def test_a_host_that_ends_or_has_sub_interpreters() -> None:
     ran(sys.executable, "-c", HOST, "ends", TE_C_BUILD=str(built()))
     if sys.version_info[:2] <= (3, 12):
         ran(sys.executable, "-c", HOST, "sub", timeout=20, TE_C_BUILD=str(built()))
+
+
+def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed, "_FREE_THREADED", True)
+    answer = embed.ask(embed._VERSION, "version")
+    assert int.from_bytes(answer[:8], "little") == embed._UNSUPPORTED and b"a free-threaded Python" in answer
 
 
 def test_flags_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
