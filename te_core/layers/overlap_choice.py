@@ -9,7 +9,7 @@ takes longer than a whole one where neither fills a GPU.
 from __future__ import annotations
 
 import json
-from functools import cache, lru_cache
+from functools import cache
 from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,6 @@ def measured() -> list[dict[str, Any]]:
     return list(found["measured"])
 
 
-@lru_cache(maxsize=1024)
 def fastest(collective: str, methods: tuple[str, ...], call: Call) -> tuple[str, str]:
     """(the method, why it is none). `collective`: "gather" of an operand, "sum" of forward, "dgrad": what overlaps
     there in a column-parallel weight. Of `methods` the first is taken where nothing was measured."""

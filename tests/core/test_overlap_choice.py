@@ -34,13 +34,11 @@ def entry(tokens: int, width: int, ranks: int = 2, recipe: str = "bf16", **of_pl
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Any:
+def table(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Fill it for a test."""
     entries: list[Any] = []
     monkeypatch.setattr(overlap_choice, "measured", lambda: entries)
-    fastest.cache_clear()
-    yield entries
-    fastest.cache_clear()
+    return entries
 
 
 def test_the_nearest_entry_decides(table: list[Any]) -> None:
@@ -51,7 +49,6 @@ def test_the_nearest_entry_decides(table: list[Any]) -> None:
         entry(8192, 8192, recipe="current", sum={"pipeline": 0.96, "ring_exchange": 0.99}),
         entry(8192, 8192, ranks=8, sum={"pipeline": 0.8, "ring_exchange": 0.9}),
     ]
-    fastest.cache_clear()
     both = "pipeline", "ring_exchange"
     assert fastest("sum", both, BIG) == fastest("sum", both, BIG._replace(tokens=6000)) == ("ring_exchange", "")
     assert (
