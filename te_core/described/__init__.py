@@ -16,7 +16,7 @@ from typing import Any
 
 _SECTION, _AFTER = "Args:", ("Returns", "Yields", "Raises", "Example")
 _WIDTH = 108  # of a line of a text, where more follows it
-_REQUIRED = object()  # no default
+REQUIRED: Any = object()  # in the place of a default
 _BOUND = ("self", "cls", "_cls")
 _ARGS, _KEYWORDS = 0x04, 0x08  # flags of code: `*args` and `**keywords`
 _done: set[Any] = set()  # an import describes its classes and functions once, and those that they share
@@ -40,13 +40,13 @@ def parameters(function: FunctionType) -> list[tuple[str, str, Any]]:
     code, values, keywords = function.__code__, function.__defaults__ or (), function.__kwdefaults__ or {}
     names, count = code.co_varnames, code.co_argcount
     required, end = count - len(values), count + code.co_kwonlyargcount
-    found = [(name, "", _REQUIRED) for name in names[:required]]
+    found = [(name, "", REQUIRED) for name in names[:required]]
     found += [(name, "", value) for name, value in zip(names[required:count], values, strict=True)]
     if code.co_flags & _ARGS:
-        found.append((names[end], "*", _REQUIRED))
-    found += [(name, "", keywords.get(name, _REQUIRED)) for name in names[count:end]]
+        found.append((names[end], "*", REQUIRED))
+    found += [(name, "", keywords.get(name, REQUIRED)) for name in names[count:end]]
     if code.co_flags & _KEYWORDS:
-        found.append((names[end + bool(code.co_flags & _ARGS)], "**", _REQUIRED))
+        found.append((names[end + bool(code.co_flags & _ARGS)], "**", REQUIRED))
     return found[1:] if count and names[0] in _BOUND else found
 
 
@@ -86,7 +86,7 @@ class Describer:
                 _done.add(base)
                 for name, value in vars(base).items():
                     function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-                    if name[0] != "_" and isinstance(function, FunctionType):
+                    if (name[0] != "_" or name == "__call__") and isinstance(function, FunctionType):
                         self._function(function, f"{base.__name__}.{name}", name)
 
     def _constructor(self, cls: type, ours: Sequence[type]) -> None:
@@ -95,30 +95,36 @@ class Describer:
         base, made = next(((base, f) for base, f in found if f is not None), (cls, None))
         made = made.__func__ if isinstance(made, staticmethod) else made
         if isinstance(made, FunctionType):
-            lines = self._arguments(made, *[one.__name__ for one in ours])
-            cls.__doc__ = _with(cls.__doc__ or "", lines)
+            given, names = _parameters_of(made), [one.__name__ for one in ours]
+            cls.__doc__ = self.document(cls.__doc__ or "", given, *names)
             if made not in _done:
                 _done.add(made)
-                made.__doc__ = _with(made.__doc__ or f"A {base.__name__.lstrip('_')} of these arguments.", lines)
+                doc = made.__doc__ or f"A {base.__name__.lstrip('_')} of these arguments."
+                made.__doc__ = self.document(doc, given, *names)
 
     def _function(self, function: FunctionType, *owners: str) -> None:
         if function not in _done:
             _done.add(function)
-            function.__doc__ = _with(function.__doc__ or "", self._arguments(function, *owners))
+            function.__doc__ = self.document(function.__doc__ or "", _parameters_of(function), *owners)
 
-    def _arguments(self, function: FunctionType, *owners: str) -> list[str]:
+    def document(self, doc: str, given: Iterable[tuple[str, str, Any]], *owners: str) -> str:
+        """A docstring with these parameters, of the first of the owners that has something to say of one."""
         special = [self.of[owner] for owner in owners if owner in self.of]
         lines, common = [], self.common
-        for name, stars, default in parameters(getattr(function, "__wrapped__", function)):
+        for name, stars, default in given:
             about = next((table[name] for table in special if name in table), common.get(name))
             if about is not None:
                 allowed = self.allowed(owners[0], name)
                 more = f" Allowed: {allowed}." if allowed else ""
-                more += "" if default is _REQUIRED else f" Default: {shown(default)}."
+                more += "" if default is REQUIRED else f" Default: {shown(default)}."
                 if len(about) - about.rfind("\n") + len(more) > _WIDTH:
                     more = "\n" + more[1:]
                 lines.append(f"{stars}{name}: {about}{more}")
-        return lines
+        return _with(doc, lines)
+
+
+def _parameters_of(function: Any) -> list[tuple[str, str, Any]]:
+    return parameters(getattr(function, "__wrapped__", function))
 
 
 def _with(doc: str, lines: list[str]) -> str:

@@ -4,8 +4,8 @@ TEXT = """
 model: Model whose layers are looked at.
 layers: Which layers: a regular expression, several, or a function of the name. None is all.
 gemms: Which products: of "fprop", "dgrad" and "wgrad". None is all.
-tensors: Which tensors: of "activation", "weight", "gradient", "output", "dgrad" and "wgrad", and of attention. None
-    is all.
+tensors: Which tensors: of "activation", "weight", "gradient", "output", "dgrad" and "wgrad", and of attention.
+    None is all.
 freq: Every so many steps are looked at.
 start_step: First step that is looked at.
 end_step: Last step that is looked at. None has no end.
@@ -13,7 +13,8 @@ group: Process group over which statistics are reduced at each `step()`. None: e
 step_fn: Function `step_fn(model) -> loss` that runs the model in its `autocast`, and does the same each time.
 level: "gemm" switches the products of a layer one by one, "layer" all together.
 compare: What is compared: "loss" or "gradients". None is gradients where there are some, else the loss.
-tolerance: What a good result may be off by, as a share. None finds what stands out of what healthy products lose.
+tolerance: What a good result may be off by, as a share. None finds what stands out of what healthy products
+    lose.
 restore: Optimizers and schedulers whose state is set back before each run.
 progress: Whether each run is told on stderr.
 path: File to write to.

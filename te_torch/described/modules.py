@@ -12,61 +12,65 @@ eps: Number that is added to the variance, or to the mean square, before the squ
 layernorm_epsilon: `eps` of the normalizations.
 zero_centered_gamma: Whether the norm's weight is stored as its distance from 1, so that it begins at 0.
 normalization: Which normalization stands before the product: "LayerNorm" or "RMSNorm".
-sm_margin: How many multiprocessors the norm's kernels leave free; a dict gives each of "forward", "backward" and
-    "inference" a number of its own.
+sm_margin: How many multiprocessors the norm's kernels leave free; a dict gives each of "forward", "backward"
+    and "inference" a number of its own.
 bias: Whether there are additive biases, which begin at 0.
 return_bias: Whether the bias is not added but returned beside the output, for a caller that adds it later.
 init_method: Function that fills a weight in place, `init_method(weight)`. None is normal(0, 0.023).
-output_layer_init_method: `init_method` of the last weight, which writes to the residual stream. None is normal(0,
-    0.023).
+output_layer_init_method: `init_method` of the last weight, which writes to the residual stream. None is
+    normal(0, 0.023).
 params_dtype: Type of the parameters: float32, bfloat16 or float16. None is torch's default dtype.
 _Norm.params_dtype: Older name of `dtype`.
 _Norm.dtype: Type of the parameters: float32, bfloat16 or float16. None is torch's default dtype.
-device: Where memory is allocated. None is the current CUDA device, or the CPU where there is no GPU. Modules can be
-    made on "meta".
-name: Name of the module in reports and in the configuration of precision debugging. None numbers the modules in the
-    order in which they are made.
+device: Where memory is allocated. None is the current CUDA device, or the CPU where there is no GPU. Modules
+    can be made on "meta".
+name: Name of the module in reports and in the configuration of precision debugging. None numbers the modules in
+    the order in which they are made.
 num_gemms: How many groups, each with a weight of its own (`weight0`, `weight1`, ...).
 Fp8Padding.num_gemms: How many groups of rows there are.
 Fp8Unpadding.num_gemms: How many groups of rows there are.
-align_size: The rows of each group become a multiple of this number. None is what the recipe of the first call needs.
-parameters_split: Names of parameters into which the rows of weight and bias are divided: a list of names for equal
-    parts, or a dict of name: rows. The parameters are called `NAME_weight` and `NAME_bias`. None keeps one `weight`.
+align_size: The rows of each group become a multiple of this number. None is what the recipe of the first call
+    needs.
+parameters_split: Names of parameters into which the rows of weight and bias are divided: a list of names for
+    equal parts, or a dict of name: rows. The parameters are called `NAME_weight` and `NAME_bias`. None keeps
+    one `weight`.
 return_layernorm_output: Whether the output of the norm is returned, too, as the last result.
 return_layernorm_output_gathered: Whether that output has the tokens of all ranks, under sequence parallelism.
-activation: Function between the two products, such as "gelu", "relu", "silu", "swiglu", "geglu", "reglu", "srelu" or
-    "clamped_swiglu". The refusal of another name lists all of them.
-activation_params: Numbers of "clamped_swiglu" by name: `limit`, `alpha` and `glu_linear_offset`. None are the usual
-    ones.
+activation: Function between the two products, such as "gelu", "relu", "silu", "swiglu", "geglu", "reglu",
+    "srelu" or "clamped_swiglu". The refusal of another name lists all of them.
+activation_params: Numbers of "clamped_swiglu" by name: `limit`, `alpha` and `glu_linear_offset`. None are the
+    usual ones.
 checkpoint: Whether backward computes the MLP again, so that only the input is kept for it.
-fuse_wgrad_accumulation: Whether backward adds the weight's gradient to `weight.main_grad`, which a trainer allocates,
-    in the place of `weight.grad`.
+fuse_wgrad_accumulation: Whether backward adds the weight's gradient to `weight.main_grad`, which a trainer
+    allocates, in the place of `weight.grad`.
 delay_wgrad_compute: Whether backward leaves weight gradients out until `backward_dw()` is called.
-save_original_input: Whether the input itself is kept for backward, which quantizes it again, and not a quantized
-    copy: saves memory where another module keeps that input anyway. Not for delayed scaling.
-tp_group: Process group over which weights are spread (tensor parallelism). None: none yet; where `tp_size` is above 1
-    `set_tensor_parallel_group` has to give one before the first forward.
+save_original_input: Whether the input itself is kept for backward, which quantizes it again, and not a
+    quantized copy: saves memory where another module keeps that input anyway. Not for delayed scaling.
+tp_group: Process group over which weights are spread (tensor parallelism). None: none yet; where `tp_size` is
+    above 1 `set_tensor_parallel_group` has to give one before the first forward.
 tp_size: Number of ranks of `tp_group`. With 1 and a group, the group says it.
 parallel_mode: How the weight is spread over the ranks: "column" (of the output features), "row" (of the input
     features), or None, which keeps it whole.
-sequence_parallel: Whether the tokens outside of the products are spread over the ranks of `tp_group`. Has no effect
-    with one rank.
-_Norm.sequence_parallel: What the parameters are marked with, for a trainer that sums their gradients over ranks. None
-    marks nothing.
+sequence_parallel: Whether the tokens outside of the products are spread over the ranks of `tp_group`. Has no
+    effect with one rank.
+_Norm.sequence_parallel: What the parameters are marked with, for a trainer that sums their gradients over
+    ranks. None marks nothing.
 set_parallel_mode: Whether the first weights are spread by columns and the last by rows, over `tp_group`.
-get_rng_state_tracker: Function that returns a `CudaRNGStatesTracker`, in whose stream weights are initialised and
-    dropout draws. None draws from torch's generator.
+get_rng_state_tracker: Function that returns a `CudaRNGStatesTracker`, in whose stream weights are initialised
+    and dropout draws. None draws from torch's generator.
 rng_tracker_name: Name of the stream of that tracker. None is "model-parallel-rng".
 ub_overlap_ag: Whether the all-gather of the input overlaps with the product, after `initialize_ub`.
 ub_overlap_rs: Whether the reduce-scatter of the output overlaps with the product, after `initialize_ub`.
 ub_overlap_rs_dgrad: Whether the reduce-scatter of the input's gradient overlaps with its product, after
     `initialize_ub`.
 ub_bulk_dgrad: Whether backward gathers the input while it computes the input's gradient, after `initialize_ub`.
-ub_bulk_wgrad: Whether backward scatters the input's gradient while it computes the weight's, after `initialize_ub`.
+ub_bulk_wgrad: Whether backward scatters the input's gradient while it computes the weight's, after
+    `initialize_ub`.
 ub_tp_comm_overlap: Whether the `ub_*` flags of this layer count at all.
-ub_name: Name of the weight in the configuration of `initialize_ub`: "qkv", "fc1" (column), "proj" or "fc2" (row).
-symmetric_ar_type: How the output of a row-parallel weight is summed up in symmetric memory: "multimem_all_reduce",
-    "two_shot" or "one_shot". None uses the group's own all-reduce.
+ub_name: Name of the weight in the configuration of `initialize_ub`: "qkv", "fc1" (column), "proj" or "fc2"
+    (row).
+symmetric_ar_type: How the output of a row-parallel weight is summed up in symmetric memory:
+    "multimem_all_reduce", "two_shot" or "one_shot". None uses the group's own all-reduce.
 single_grouped_weight: Accepted for programs that ask for one parameter of all groups.
 single_grouped_bias: The same of the biases.
 use_grouped_tensor: Accepted; how the groups are stored follows from the call.
@@ -76,10 +80,10 @@ inp: Input; its last dimension is the features, and leading dimensions count as 
 GroupedLinear.forward.inp: Input [*, in_features], whose rows are sorted by group.
 Fp8Padding.forward.inp: Rows [tokens, features], sorted by group.
 Fp8Unpadding.forward.inp: Rows [padded tokens, features], sorted by group.
-m_splits: How many rows each group has, as a list or as a tensor of integers; 0 is allowed, and the sum is the number
-    of rows.
-is_first_microbatch: True in the first microbatch of a step keeps the quantized weight, and False uses what was kept.
-    None quantizes the weight in every call.
+m_splits: How many rows each group has, as a list or as a tensor of integers; 0 is allowed, and the sum is the
+    number of rows.
+is_first_microbatch: True in the first microbatch of a step keeps the quantized weight, and False uses what was
+    kept. None quantizes the weight in every call.
 fp8_output: Whether the output is a quantized tensor, for a consumer that reads one.
 fp8_grad: Whether the gradient of the input is a quantized tensor.
 out: Buffer for the result, with at least as many rows. None allocates one.

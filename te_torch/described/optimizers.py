@@ -18,8 +18,8 @@ master_weight_dtype: Type of the masters: float32 or float16.
 exp_avg_dtype: Type of the mean of gradients: float32, bfloat16, float16, or uint8 for FP8 E4M3.
 exp_avg_sq_dtype: Type of the mean of squares: float32, bfloat16, float16, or uint8 for FP8 E4M3.
 use_decoupled_grad: Whether gradients are read from `p.decoupled_grad`.
-store_param_remainders: Whether a bfloat16 parameter is the upper half of its float32 master, and only the lower half
-    is kept.
+store_param_remainders: Whether a bfloat16 parameter is the upper half of its float32 master, and only the lower
+    half is kept.
 FusedAdam.initialize_state.store_param_remainders: The same for this parameter. None is what the constructor was
     given.
 set_grad_none: Older argument. None leaves the choice to `zero_grad(set_to_none=...)`.
@@ -38,17 +38,18 @@ state_dict: What `state_dict()` gave.
 from_torch_adamw.state_dict: State dict of torch.optim.AdamW or Adam.
 to_torch_adamw.state_dict: State dict of FusedAdam.
 closure: Function that computes the loss again and returns it. None computes nothing.
-grad_scaler: `torch.amp.GradScaler` by which gradients are unscaled, with `capturable`. None: they are not scaled.
+grad_scaler: `torch.amp.GradScaler` by which gradients are unscaled, with `capturable`. None: they are not
+    scaled.
 grad_scale: Factor of all gradients, float32 of one element on the device, such as the second result of
     `clip_by_norm`. None is 1.
 parameters: Parameters whose gradients count.
 max_norm: Largest norm that is allowed.
-clip_by_norm.group: Process group over whose parts the norm is summed up, too. None: over none but a DTensor's own
-    mesh.
+clip_by_norm.group: Process group over whose parts the norm is summed up, too. None: over none but a DTensor's
+    own mesh.
 grad: Name of the attribute that holds gradients.
 chunk_size: Accepted; kernels choose their own.
-noop_flag: int32 [1] on the device: "capturable" functions skip the step where it is not 0; scaling writes 1 where a
-    value is not finite.
+noop_flag: int32 [1] on the device: "capturable" functions skip the step where it is not 0; scaling writes 1
+    where a value is not finite.
 is_infinite: Flag [1] on the device that becomes 1 where a value is not finite.
 tensor_lists: Lists of tensors of equal length, in the order that the function says.
 multi_tensor_adam_param_remainder.numbers: The numbers of `multi_tensor_adam`, from `lr` on.
@@ -65,4 +66,7 @@ force_pow_2_scales: Whether scales are powers of two.
 per_tensor: Whether the norm of each tensor is returned, too.
 wd: Factor of weight decay.
 first_run: Whether the momentum begins as the gradient.
+op: Function of this module.
+noop_flag_buffer: `noop_flag` of that function.
+MultiTensorApply.__call__.args: Its further arguments.
 """

@@ -26,7 +26,8 @@ held: Buffers of the format by name, as its class lists them.
 rowwise_data: Values of the rowwise copy, uint8. None where there is no such copy.
 columnwise_data: Values of the columnwise copy, uint8. None where there is no such copy.
 get_data_tensors.rowwise_data: Whether the rowwise data are returned.
-rowwise_scale_inv: Scales of the rowwise copy, by which values are multiplied to dequantize. None without that copy.
+rowwise_scale_inv: Scales of the rowwise copy, by which values are multiplied to dequantize. None without that
+    copy.
 columnwise_scale_inv: Scales of the columnwise copy. None without that copy.
 amax_rowwise: Largest absolute value of the rowwise copy, float32. None without that copy.
 amax_columnwise: Largest absolute value of the columnwise copy, float32. None without that copy.
@@ -57,7 +58,8 @@ block_scaling_dim: 1 for 1 x 128 pieces, 2 for 128 x 128 tiles.
 with_2d_quantization: Whether scales are those of square tiles, so that both copies have the same values.
 with_rht: Whether the columnwise copy is made of values after the random Hadamard transform.
 with_post_rht_amax: Whether that copy's maximum is the one after the transform.
-with_random_sign_mask: Whether the transform has its fixed random signs. False is allowed without the transform only.
+with_random_sign_mask: Whether the transform has its fixed random signs. False is allowed without the transform
+    only.
 tensor: Tensor to be read.
 Quantizer.calibrate.tensor: Tensor in high precision whose statistics are noted.
 Quantizer.quantize.tensor: Tensor to be quantized, of at least one dimension.
@@ -77,7 +79,8 @@ noop_flag: float32 [1] on the device: where it is 1 nothing is written. None alw
 tensors: Tensors, in their order.
 restore_from_saved.tensors: What `prepare_for_saving` returned as its second result.
 QuantizedTensorStorage.restore_from_saved.tensors: Saved tensors; what this storage does not take is returned.
-HybridQuantizedTensorStorage.restore_from_saved.tensors: Saved tensors; what this storage does not take is returned.
+HybridQuantizedTensorStorage.restore_from_saved.tensors: Saved tensors; what this storage does not take is
+    returned.
 IdentityTensorStorage.restore_from_saved.tensors: Saved tensors; what this storage does not take is returned.
 prepare_for_saving.tensors: Tensors, storages and None, as backward shall get them.
 saved_tensors: `ctx.saved_tensors`.

@@ -14,14 +14,18 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from te_core.described import Describer, read, recipes
+from te_core import functional
+from te_core.described import Describer, layers, read, recipes
+from te_core.functional import Function
 from te_torch import described
 
 #: Whose public arguments are all described.
 PACKAGES = (
+    "te_core.functional",
     "te_core.recipe",
     "te_torch",
     "te_torch.attention",
@@ -58,6 +62,8 @@ def public(package: str) -> Iterator[tuple[str, Any, str]]:
         listed = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     for name in listed:
         value = getattr(module, name)
+        if isinstance(value, Function):
+            yield name, value, value.__doc__ or ""
         if name[0] == "_" or not getattr(value, "__module__", "").startswith(("te_", "transformer_engine")):
             continue
         if isinstance(value, FunctionType):
@@ -74,7 +80,7 @@ def methods(cls: type) -> Iterator[tuple[str, Any, str]]:
     """The same of a class's own methods."""
     for name, value in vars(cls).items():
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        if name[0] != "_" and isinstance(function, FunctionType):
+        if (name[0] != "_" or name == "__call__") and isinstance(function, FunctionType):
             yield f"{cls.__name__}.{name}", function, function.__doc__ or ""
 
 
@@ -107,7 +113,7 @@ def test_arguments_are_described(package: str) -> None:
 def test_nothing_is_described_twice_or_in_vain() -> None:
     docs = "\n".join(inspect.cleandoc(doc) for package in PACKAGES for _, _, doc in public(package))
     texts = [getattr(described, name).TEXT for name in ("attention", "functions", "modules", "tensors", "optimizers")]
-    texts += [described.debug.TEXT, recipes.TEXT]
+    texts += [described.debug.TEXT, recipes.TEXT, layers.TEXT]
     vain = [name for text in texts for name, about in read(text).items() if about.partition("\n")[0] not in docs]
     assert not vain, f"no signature has these arguments: {vain}"
     together = [line.partition(": ")[0] for text in texts[:3] for line in text.splitlines() if line[:1].strip()]
@@ -150,4 +156,5 @@ def test_examples_run() -> None:
     assert len(examples) > 20
     for name, text in examples.items():
         code = compile(inspect.cleandoc(f"\n{text}"), f"the example of {name}", "exec")
-        exec(code, {"te": te, "torch": torch, **{n: getattr(te.recipe, n) for n in te.recipe.__all__}})
+        known = {"te": te, "torch": torch, "np": np, "functional": functional, **vars(te.recipe)}
+        exec(code, known)
