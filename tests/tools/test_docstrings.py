@@ -11,6 +11,7 @@ import inspect
 import pydoc
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
@@ -27,6 +28,7 @@ from te_torch import described
 PACKAGES = (
     "te_core.functional",
     "te_core.recipe",
+    *(["te_jax"] if find_spec("jax") else []),
     "te_torch",
     "te_torch.attention",
     "te_torch.debug",
@@ -157,4 +159,7 @@ def test_examples_run() -> None:
     for name, text in examples.items():
         code = compile(inspect.cleandoc(f"\n{text}"), f"the example of {name}", "exec")
         known = {"te": te, "torch": torch, "np": np, "functional": functional, **vars(te.recipe)}
+        if "te_jax." in text:
+            known |= {name: importlib.import_module(name) for name in ("jax", "te_jax")}
+            known["jnp"] = known["jax"].numpy
         exec(code, known)
