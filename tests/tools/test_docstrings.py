@@ -20,13 +20,15 @@ import pytest
 import torch
 
 from te_core import functional
-from te_core.described import Describer, layers, read, recipes
+from te_core.described import Describer, core, layers, ops, read, recipes
 from te_core.functional import Function
 from te_torch import described
 
 #: Whose public arguments are all described.
 PACKAGES = (
+    "te_core",
     "te_core.functional",
+    "te_core.ops",
     "te_core.recipe",
     *(["te_jax"] if find_spec("jax") else []),
     "te_torch",
@@ -115,7 +117,7 @@ def test_arguments_are_described(package: str) -> None:
 def test_nothing_is_described_twice_or_in_vain() -> None:
     docs = "\n".join(inspect.cleandoc(doc) for package in PACKAGES for _, _, doc in public(package))
     texts = [getattr(described, name).TEXT for name in ("attention", "functions", "modules", "tensors", "optimizers")]
-    texts += [described.debug.TEXT, recipes.TEXT, layers.TEXT]
+    texts += [described.debug.TEXT, recipes.TEXT, layers.TEXT, core.TEXT, ops.TEXT]
     vain = [name for text in texts for name, about in read(text).items() if about.partition("\n")[0] not in docs]
     assert not vain, f"no signature has these arguments: {vain}"
     together = [line.partition(": ")[0] for text in texts[:3] for line in text.splitlines() if line[:1].strip()]
