@@ -24,15 +24,8 @@ _done: set[Any] = set()  # an import describes its classes and functions once, a
 
 def read(text: str) -> dict[str, str]:
     """{argument: what it is} of a text; what goes on in further lines keeps them."""
-    found: dict[str, str] = {}
-    name = ""
-    for line in text.splitlines():
-        if line[:1] == " ":
-            found[name] += f"\n{line.strip()}"
-        elif line:
-            name, _, about = line.partition(": ")
-            found[name] = about
-    return found
+    lines = text.strip("\n").replace("\n    ", "\0").split("\n")
+    return {name: about.replace("\0", "\n") for name, _, about in [line.partition(": ") for line in lines]}
 
 
 def parameters(function: FunctionType) -> list[tuple[str, str, Any]]:
@@ -60,7 +53,7 @@ def shown(default: Any) -> str:
 class Describer:
     """Completes docstrings from texts; `allowed(owner, name)` adds which values an argument may have, or ""."""
 
-    def __init__(self, *texts: str, allowed: Callable[[str, str], str] = lambda owner, name: "") -> None:
+    def __init__(self, *texts: str, allowed: Callable[[str, str], str] | None = None) -> None:
         self.common: dict[str, str] = {}
         self.of: dict[str, dict[str, str]] = {}  # what is said of one owner's arguments
         self.allowed = allowed
@@ -85,9 +78,11 @@ class Describer:
             if base not in _done:
                 _done.add(base)
                 for name, value in vars(base).items():
-                    function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-                    if (name[0] != "_" or name == "__call__") and isinstance(function, FunctionType):
-                        self._function(function, f"{base.__name__}.{name}", name)
+                    if name[0] != "_" or name == "__call__":
+                        if type(value) in (classmethod, staticmethod):
+                            value = value.__func__
+                        if type(value) is FunctionType:
+                            self._function(value, f"{base.__name__}.{name}", name)
 
     def _constructor(self, cls: type, ours: Sequence[type]) -> None:
         """In the docstring of the class, which tools read, and in the constructor's own."""
@@ -95,12 +90,14 @@ class Describer:
         base, made = next(((base, f) for base, f in found if f is not None), (cls, None))
         made = made.__func__ if isinstance(made, staticmethod) else made
         if isinstance(made, FunctionType):
-            given, names = _parameters_of(made), [one.__name__ for one in ours]
-            cls.__doc__ = self.document(cls.__doc__ or "", given, *names)
-            if made not in _done:
+            names = [one.__name__ for one in ours]
+            cls.__doc__ = said = self.document(cls.__doc__ or "", _parameters_of(made), *names)
+            at = said.find(_SECTION)
+            if made not in _done and at >= 0:
                 _done.add(made)
+                margin = said[said.rfind("\n", 0, at) + 1 : at]
                 doc = made.__doc__ or f"A {base.__name__.lstrip('_')} of these arguments."
-                made.__doc__ = self.document(doc, given, *names)
+                made.__doc__ = f"{doc.rstrip()}\n\n{margin}{said[at:]}"
 
     def _function(self, function: FunctionType, *owners: str) -> None:
         if function not in _done:
@@ -110,17 +107,23 @@ class Describer:
     def document(self, doc: str, given: Iterable[tuple[str, str, Any]], *owners: str) -> str:
         """A docstring with these parameters, of the first of the owners that has something to say of one."""
         special = [self.of[owner] for owner in owners if owner in self.of]
-        lines, common = [], self.common
+        common, allowed_of, lines = self.common, self.allowed, []
         for name, stars, default in given:
-            about = next((table[name] for table in special if name in table), common.get(name))
-            if about is not None:
-                allowed = self.allowed(owners[0], name)
-                more = f" Allowed: {allowed}." if allowed else ""
-                more += "" if default is REQUIRED else f" Default: {shown(default)}."
-                if len(about) - about.rfind("\n") + len(more) > _WIDTH:
-                    more = "\n" + more[1:]
-                lines.append(f"{stars}{name}: {about}{more}")
-        return _with(doc, lines)
+            about = common.get(name)
+            for table in special:
+                if name in table:
+                    about = table[name]
+                    break
+            if about is None:
+                continue
+            allowed = allowed_of(owners[0], name) if allowed_of is not None else ""
+            more = f" Allowed: {allowed}." if allowed else ""
+            if default is not REQUIRED:
+                more += " Default: None." if default is None else f" Default: {shown(default)}."
+            if len(about) - about.rfind("\n") + len(more) > _WIDTH:
+                more = "\n" + more[1:]
+            lines.append(f"{stars}{name}: {about}{more}")
+        return _with(doc, lines) if lines else doc
 
 
 def _parameters_of(function: Any) -> list[tuple[str, str, Any]]:
@@ -129,14 +132,11 @@ def _parameters_of(function: Any) -> list[tuple[str, str, Any]]:
 
 def _with(doc: str, lines: list[str]) -> str:
     """The docstring with these arguments, before what it says of results and errors."""
-    if not lines:
-        return doc
     indent, rest = "\n", ""
     if "\n" in doc:
         last = doc[doc.rfind("\n") + 1 :]
         indent += last[: len(last) - len(last.lstrip())]
         at = min((i for name in _AFTER if (i := doc.find(f"{indent}{name}:\n")) >= 0), default=len(doc))
         doc, rest = doc[:at].rstrip(), doc[at:]
-    further, each = f"{indent}        ", f"{indent}    "
-    section = each.join([line.replace("\n", further) for line in lines])
-    return f"{doc}\n{indent}{_SECTION}{each}{section}\n{rest or indent[1:]}"
+    section = "\0".join(lines).replace("\n", f"{indent}        ").replace("\0", f"{indent}    ")
+    return f"{doc}\n{indent}{_SECTION}{indent}    {section}\n{rest or indent[1:]}"
