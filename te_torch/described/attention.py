@@ -51,14 +51,15 @@ key_layer: Keys, of as many heads as there are groups. None where `qkv_layer` or
 value_layer: Values, of as many heads as there are groups. None where `qkv_layer` or `kv_layer` is given.
 qkv_layer: Queries, keys and values as one tensor. None where they are given apart.
 kv_layer: Keys and values as one tensor. None where they are given apart.
-qkv_interleave_dim: Which dimension of the packed tensor tells queries, keys and values apart: -3 or -2.
+qkv_interleave_dim: Which dimension of a packed tensor tells queries, keys and values apart: -3 (such as bs3hd)
+    or -2 (such as bsh3d).
 attention_mask: Boolean mask, True where something is hidden: [b, 1, 1, s] of padding, a pair of these for
     queries and keys, or [.., s_q, s_kv] for "arbitrary". None where no mask, or cu_seqlens, says it.
 attention_mask_func.attention_mask: Boolean mask that broadcasts to the scores, True where something is hidden.
 enc_dec_attn_mask: `attention_mask` of cross attention. None where there is none.
 cu_seqlens_q: Running sums of the lengths of the query sequences, int32 [b + 1], beginning with 0. None where no
     padding mask or packed format asks for them.
-cu_seqlens_kv: The same of keys and values. None is `cu_seqlens_q` where that fits.
+cu_seqlens_kv: The same of keys and values. None where no padding mask or packed format asks for them.
 cu_seqlens_q_padded: Where each query sequence begins in memory, with padding between sequences. None: they
     follow one another.
 cu_seqlens_kv_padded: The same of keys and values. None: they follow one another.
@@ -73,10 +74,11 @@ alibi_slopes: Slopes of "alibi", float32 [heads] or [b, heads]. None is the usua
 fast_zero_fill: Accepted; changes nothing.
 inference_params: KV cache (`InferenceParams`) to which keys and values are appended. None uses those of this
     call alone.
-pad_between_seqs: Whether there is padding between packed sequences. None finds out from the padded sums.
+pad_between_seqs: False: packed sequences follow one another, whatever the padded sums say. None and True: they
+    begin where these say.
 DotProductAttention.forward.fp8_output: Whether the output is an FP8 tensor, under a recipe with `fp8_mha`.
-bf16_backward: Whether backward of attention in FP8 runs in high precision.
-num_splits: In how many parts FlashAttention 3 and 4 cut the keys. Allowed elsewhere: 1.
+bf16_backward: Whether backward of attention in FP8 runs in high precision; changes nothing without FP8.
+num_splits: In how many parts FlashAttention 3 and 4 cut the keys. Other backends allow 1 only.
 score_mod: Function `score_mod(graph, score, tensors)` that changes scores as operations of a cuDNN graph. None
     changes nothing.
 score_mod_bprop: The same for its gradient. None lets cuDNN derive it.

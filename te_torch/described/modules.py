@@ -15,6 +15,8 @@ normalization: Which normalization stands before the product: "LayerNorm" or "RM
 sm_margin: How many multiprocessors the norm's kernels leave free; a dict gives each of "forward", "backward"
     and "inference" a number of its own.
 bias: Whether there are additive biases, which begin at 0.
+GroupedLinear.bias: Whether there are additive biases, which begin at 0. With several tensor-parallel ranks it
+    has to be False.
 return_bias: Whether the bias is not added but returned beside the output, for a caller that adds it later.
 init_method: Function that fills a weight in place, `init_method(weight)`. None is normal(0, 0.023).
 output_layer_init_method: `init_method` of the last weight, which writes to the residual stream. None is
@@ -36,8 +38,8 @@ parameters_split: Names of parameters into which the rows of weight and bias are
     one `weight`.
 return_layernorm_output: Whether the output of the norm is returned, too, as the last result.
 return_layernorm_output_gathered: Whether that output has the tokens of all ranks, under sequence parallelism.
-activation: Function between the two products, such as "gelu", "relu", "silu", "swiglu", "geglu", "reglu",
-    "srelu" or "clamped_swiglu". The refusal of another name lists all of them.
+activation: Function between the two products: "gelu", "qgelu", "relu", "srelu" ("squared_relu"), "silu", or
+    gated "geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu" and "clamped_swiglu".
 activation_params: Numbers of "clamped_swiglu" by name: `limit`, `alpha` and `glu_linear_offset`. None are the
     usual ones.
 checkpoint: Whether backward computes the MLP again, so that only the input is kept for it.
@@ -60,20 +62,25 @@ get_rng_state_tracker: Function that returns a `CudaRNGStatesTracker`, in whose 
     and dropout draws. None draws from torch's generator.
 rng_tracker_name: Name of the stream of that tracker. None is "model-parallel-rng".
 ub_overlap_ag: Whether the all-gather of the input overlaps with the product, after `initialize_ub`.
+GroupedLinear.ub_overlap_ag: False, the only one allowed: grouped products do not overlap.
 ub_overlap_rs: Whether the reduce-scatter of the output overlaps with the product, after `initialize_ub`.
+GroupedLinear.ub_overlap_rs: False, the only one allowed: grouped products do not overlap.
 ub_overlap_rs_dgrad: Whether the reduce-scatter of the input's gradient overlaps with its product, after
     `initialize_ub`.
 ub_bulk_dgrad: Whether backward gathers the input while it computes the input's gradient, after `initialize_ub`.
 ub_bulk_wgrad: Whether backward scatters the input's gradient while it computes the weight's, after
     `initialize_ub`.
 ub_tp_comm_overlap: Whether the `ub_*` flags of this layer count at all.
-ub_name: Name of the weight in the configuration of `initialize_ub`: "qkv", "fc1" (column), "proj" or "fc2"
-    (row).
-symmetric_ar_type: How the output of a row-parallel weight is summed up in symmetric memory:
-    "multimem_all_reduce", "two_shot" or "one_shot". None uses the group's own all-reduce.
-single_grouped_weight: Accepted for programs that ask for one parameter of all groups.
+ub_name: Name of the weight in the configuration of `initialize_ub`: "qkv" or "fc1" (column), "proj" or "fc2"
+    (row). None for a module that does not overlap.
+GroupedLinear.ub_name: Accepted; grouped products do not overlap.
+symmetric_ar_type: How the output of a row-parallel weight is summed up in symmetric memory: "one_shot" or
+    "two_shot" ("multimem_all_reduce" is refused). None uses the group's own all-reduce.
+single_grouped_weight: True warns and changes nothing: there is a parameter for each group. With
+    NVTE_GROUPED_LINEAR_SINGLE_PARAM=1 it is refused.
 single_grouped_bias: The same of the biases.
-use_grouped_tensor: Accepted; how the groups are stored follows from the call.
+use_grouped_tensor: True warns and changes nothing. None is what NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM
+    says.
 seq_length: Accepted for programs of older trainers; changes nothing, as kernels need no warm-up of their own.
 micro_batch_size: Accepted like `seq_length`; changes nothing.
 inp: Input; its last dimension is the features, and leading dimensions count as one.

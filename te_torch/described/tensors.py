@@ -53,11 +53,12 @@ Float8CurrentScalingQuantizer.amax: Older argument, without effect.
 Float8CurrentScalingQuantizer.device: Accepted; memory follows the tensor that is quantized.
 use_existing_amax: Older argument, without effect.
 with_amax_reduction: Whether the maximum is that of all processes of `amax_reduction_group`.
+NVFP4Quantizer.with_amax_reduction: False where there are several processes: a reduced maximum is refused.
 force_pow_2_scales: Whether scales are powers of two.
 block_scaling_dim: 1 for 1 x 128 pieces, 2 for 128 x 128 tiles.
 with_2d_quantization: Whether scales are those of square tiles, so that both copies have the same values.
 with_rht: Whether the columnwise copy is made of values after the random Hadamard transform.
-with_post_rht_amax: Whether that copy's maximum is the one after the transform.
+with_post_rht_amax: Accepted: that copy's maximum is always the one after the transform.
 with_random_sign_mask: Whether the transform has its fixed random signs. False is allowed without the transform
     only.
 tensor: Tensor to be read.
