@@ -191,6 +191,8 @@ class DelayedScaling(Recipe):
         AssertionError: A field has a value that is not allowed.
 
     Example:
+        from te_core.recipe import DelayedScaling, Format
+
         recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
     """
 

@@ -192,8 +192,10 @@ class autocast:  # noqa: N801  the documented name
         ArgumentError: An argument is of a wrong kind, or has an older name.
 
     Example:
+        from te_torch.recipe import DelayedScaling
+
         layer = te.Linear(256, 256, device="cpu")
-        with te.autocast(recipe=te.recipe.DelayedScaling(), emulate=True):
+        with te.autocast(recipe=DelayedScaling(), emulate=True):
             loss = layer(torch.randn(32, 256)).square().mean()
         loss.backward()
     """

@@ -37,13 +37,13 @@ residual_bias: Bias that is added to the input together with `residual`. None ad
 q: Queries.
 k: Keys, of as many heads as there are groups.
 v: Values, of as many heads as there are groups.
-core_attention_bias: What is added to the scores, for "post_scale_bias". None adds nothing.
-alibi_slopes: Slopes for "alibi". None is the usual powers of two.
-softmax_offset: Addend of each head's denominator, for a "learnable" softmax. None has none.
+core_attention_bias: What is added to the scores, for "post_scale_bias", which needs it. None elsewhere.
+alibi_slopes: Slopes for "alibi", which needs them. None elsewhere.
+softmax_offset: Addend of each head's denominator, for a "learnable" softmax, which needs it. None elsewhere.
 softmax.softmax_offset: Addend of each head's denominator. None has none.
 cu_seqlens_q: Running sums of the lengths of the sequences, [batch + 1], beginning with 0: for padding masks and
     "thd". None elsewhere.
-cu_seqlens_kv: The same of keys and values. None is `cu_seqlens_q`.
+cu_seqlens_kv: The same of keys and values, needed beside `cu_seqlens_q`. None without it.
 cu_seqlens_q_padded: Where each query sequence begins in memory, with "thd". None: they follow one another.
 cu_seqlens_kv_padded: The same of keys and values. None: they follow one another.
 attention_mask: Mask for "arbitrary", not 0 where something is hidden. None for the other types.
@@ -86,8 +86,8 @@ softmax_type: Denominator: "off-by-one" adds 1 to it, "learnable" adds exp(`soft
 logit_softcap: Bound c of the scores: c * tanh(score / c). 0 leaves them as they are.
 core_attention_bias_type: Which bias there is.
 deterministic: Whether two calls have to give the same bits.
-max_seqlen_q: Length of the longest query sequence, with "thd". 0 is the most there can be.
-max_seqlen_kv: Length of the longest sequence of keys, with "thd". 0 is the most there can be.
+max_seqlen_q: Length of the longest query sequence; needed with "thd". 0 elsewhere.
+max_seqlen_kv: Length of the longest sequence of keys; needed with "thd". 0 elsewhere.
 qkv_weight_interleaved: Whether rows of the first weight are ordered by heads, and not queries before keys
     before values.
 rotary_pos_interleaved: Whether angles turn neighbouring channels, and not those of the two halves.

@@ -32,6 +32,10 @@ def quantize(
         ArgumentError: The recipe does not quantize weights, or x is no such matrix.
 
     Example:
+        import numpy as np
+        from te_core import functional
+        from te_core.recipe import Float8CurrentScaling
+
         q = functional.quantize(np.ones((64, 64), np.float32), Float8CurrentScaling())
         values = functional.dequantize(q, like=np.zeros(1))
     """

@@ -34,6 +34,10 @@ class Scaling:
         ArgumentError: The function has no products, or the recipe is None.
 
     Example:
+        import numpy as np
+        from te_core import functional
+        from te_core.recipe import DelayedScaling
+
         x, weight = np.random.randn(32, 64).astype(np.float32), np.random.randn(64, 64).astype(np.float32)
         recipe = DelayedScaling()
         scaling = functional.Scaling(recipe, functional.linear, like=x)

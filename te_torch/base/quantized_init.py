@@ -50,7 +50,9 @@ def quantized_model_init(
         ArgumentError: An argument is of a wrong kind.
 
     Example:
-        with te.quantized_model_init(recipe=te.recipe.Float8CurrentScaling()):
+        from te_torch.recipe import Float8CurrentScaling
+
+        with te.quantized_model_init(recipe=Float8CurrentScaling()):
             layer = te.Linear(256, 256, device="cpu")
         assert isinstance(layer.weight, te.QuantizedTensor)
     """

@@ -261,8 +261,10 @@ def inspect(
     is one step. group: over which processes the statistics are reduced, at each `step()`; None: each has its own.
 
     Example:
+        from te_torch.recipe import Float8CurrentScaling
+
         layer = te.Linear(64, 64, device="cpu")
-        with te.debug.inspect(layer) as seen, te.autocast(recipe=te.recipe.Float8CurrentScaling(), emulate=True):
+        with te.debug.inspect(layer) as seen, te.autocast(recipe=Float8CurrentScaling(), emulate=True):
             layer(torch.randn(32, 64)).sum().backward()
         print(seen)
     """

@@ -234,8 +234,10 @@ class Linear(SplitParameters):
         ArgumentError: An argument has a value that is not allowed, or sizes do not divide by the ranks.
 
     Example:
+        from te_torch.recipe import Float8CurrentScaling
+
         layer = te.Linear(256, 512, bias=False, params_dtype=torch.bfloat16, device="cpu")
-        with te.autocast(recipe=te.recipe.Float8CurrentScaling(), emulate=True):
+        with te.autocast(recipe=Float8CurrentScaling(), emulate=True):
             y = layer(torch.randn(32, 256, dtype=torch.bfloat16))  # [32, 512]
     """
 

@@ -98,8 +98,10 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
         A printable report with a row for each layer.
 
     Example:
+        from te_torch.recipe import Float8CurrentScaling
+
         layer = te.Linear(64, 64, device="cpu")
-        with te.autocast(recipe=te.recipe.Float8CurrentScaling(), emulate=True):
+        with te.autocast(recipe=Float8CurrentScaling(), emulate=True):
             layer(torch.randn(32, 64))
         print(te.precision_report(layer))
     """

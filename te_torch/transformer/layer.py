@@ -120,8 +120,10 @@ class TransformerLayer(Unit):
         ArgumentError: An argument has a value that is not allowed, or the heads do not fit.
 
     Example:
+        from te_torch.recipe import Float8CurrentScaling
+
         layer = te.TransformerLayer(256, 1024, 4, attn_input_format="bshd", fuse_qkv_params=True, device="cpu")
-        with te.autocast(recipe=te.recipe.Float8CurrentScaling(), emulate=True):
+        with te.autocast(recipe=Float8CurrentScaling(), emulate=True):
             y = layer(torch.randn(2, 16, 256))  # [2, 16, 256]
     """
 

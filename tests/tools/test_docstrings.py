@@ -15,11 +15,9 @@ from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from te_core import functional
 from te_core.described import Describer, core, layers, ops, read, recipes
 from te_core.functional import Function
 from te_torch import described
@@ -160,8 +158,4 @@ def test_examples_run() -> None:
     assert len(examples) > 20
     for name, text in examples.items():
         code = compile(inspect.cleandoc(f"\n{text}"), f"the example of {name}", "exec")
-        known = {"te": te, "torch": torch, "np": np, "functional": functional, **vars(te.recipe)}
-        if "te_jax." in text:
-            known |= {name: importlib.import_module(name) for name in ("jax", "te_jax")}
-            known["jnp"] = known["jax"].numpy
-        exec(code, known)
+        exec(code, {"te": te, "torch": torch})

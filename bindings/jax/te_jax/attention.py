@@ -110,6 +110,9 @@ def fused_attn(
         UnsupportedError: `max_segments_per_seq` is above 1.
 
     Example:
+        import jax.numpy as jnp
+        import te_jax
+
         q = k = v = jnp.ones((2, 16, 4, 32))
         y = te_jax.fused_attn((q, k, v))  # [2, 16, 4, 32]
     """

@@ -57,6 +57,10 @@ def dense(
         ArgumentError: Shapes or dimensions do not fit, or a state is missing.
 
     Example:
+        import jax.numpy as jnp
+        import te_jax
+        from te_core.recipe import Float8CurrentScaling
+
         x, kernel = jnp.ones((32, 64)), jnp.ones((64, 16))
         y = te_jax.dense(x, kernel, recipe=Float8CurrentScaling())  # [32, 16]
     """
@@ -179,6 +183,9 @@ def layernorm_mlp(
         ArgumentError: Shapes or names do not fit.
 
     Example:
+        import jax.numpy as jnp
+        import te_jax
+
         x, gamma = jnp.ones((32, 64)), jnp.ones(64)
         kernels = [jnp.ones((64, 2, 128)), jnp.ones((128, 64))]
         y = te_jax.layernorm_mlp(x, gamma, None, kernels, [None, None], "rmsnorm", activation_type=("silu", "linear"))

@@ -140,6 +140,11 @@ def scaling(recipe: Recipe | None, function: Any, *, axis_names: Any = ()) -> Sc
         UnsupportedError: The recipe has a function of the user's.
 
     Example:
+        import jax
+        import jax.numpy as jnp
+        import te_jax
+        from te_core.recipe import DelayedScaling
+
         recipe, x, kernel = DelayedScaling(), jnp.ones((32, 64)), jnp.ones((64, 16))
         state = te_jax.scaling(recipe, te_jax.dense)
         loss = lambda kernel, state: te_jax.dense(x, kernel, recipe=recipe, scaling=state).mean()
