@@ -12,6 +12,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from te_core import dtypes, env
+from te_core.described import Describer
+from te_core.described.recipes import TEXT
 from te_core.dtypes import DType
 from te_core.precision import AttentionPrecision, Gemm, History, Operand, Precision, the_one
 from te_core.recipe_fields import (
@@ -183,7 +185,16 @@ def _attention(recipe: Any, forward: Operand, backward: Operand, history: Histor
 @named_by_its_fields
 @dataclass
 class DelayedScaling(Recipe):
-    """One scale per tensor, from the maxima of earlier steps."""
+    """One scale per tensor, from the maxima of earlier steps.
+
+    Raises:
+        AssertionError: A field has a value that is not allowed.
+
+    Example:
+        from te_core.recipe import DelayedScaling, Format
+
+        recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+    """
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -509,6 +520,9 @@ class CustomRecipe(Recipe):
             attention=_attention(self, rule, rule, None),
         )
 
+
+_ALL = CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+Describer(TEXT).describe((MMParams, QParams, Recipe, *_ALL, resolve, by_token))
 
 if not TYPE_CHECKING:  # a checker would take every name for one of this module's
     __getattr__ = _getter(__name__)

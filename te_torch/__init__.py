@@ -11,7 +11,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from te_core import __version__ as __version__
-from te_torch import constants, not_built, optimizers
+from te_torch import constants, not_built, optimizers, utils
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.rope import RotaryPositionEmbedding
@@ -27,6 +27,7 @@ from te_torch.availability import (
 )
 from te_torch.base.checkpoint_state import plain_state_dict, prepare_state
 from te_torch.base.quantized_init import fp8_model_init, quantized_model_init
+from te_torch.described import describe, describe_optimizers, describe_tensors
 from te_torch.modules.grouped_linear import GroupedLinear
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.layernorm_mlp import LayerNormMLP
@@ -75,5 +76,10 @@ __all__ = [
     "onnx_export", "optimizers", "parallel_cross_entropy", "plain_state_dict", "precision_report", "prepare_state",
     "quantized_model_init", "register_norm", *_context, *_tensors,
 ]  # fmt: skip
+
+describe_tensors(globals()[name] for name in _tensors)
+describe(globals()[name] for name in __all__)
+describe(vars(utils)[name] for name in utils.__all__)
+describe_optimizers(vars(optimizers)[name] for name in optimizers.__all__)
 
 __getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS, ("debug",))

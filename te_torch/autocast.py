@@ -187,6 +187,17 @@ class autocast:  # noqa: N801  the documented name
     In a job of several processes the maxima of delayed scaling are reduced over `amax_reduction_group` (None: over all
     processes) before each update, unless the recipe says reduce_amax=False. All ranks of the group have to run the same
     modules in the same order. A region inside a compiled function cannot do that and is refused; put it around.
+
+    Raises:
+        ArgumentError: An argument is of a wrong kind, or has an older name.
+
+    Example:
+        from te_torch.recipe import DelayedScaling
+
+        layer = te.Linear(256, 256, device="cpu")
+        with te.autocast(recipe=DelayedScaling(), emulate=True):
+            loss = layer(torch.randn(32, 256)).square().mean()
+        loss.backward()
     """
 
     __slots__ = ("_graph", "_mode", "_region", "amax_reduction_group", "calibrating", "enabled", "recipe")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From low to high. A floor lists its rooms; `te_core.ops` stands for everything below that package.
 GROUND = (
     "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries c_library driver "
-    "device recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols tokens"
+    "described device recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols tokens"
 )
 TORCH_GROUND = (
     "doors draws exchange export forks runtime quantized precisions program_names program_specs module_names likeness "
@@ -41,7 +41,7 @@ FLOORS: dict[str, list[str]] = {
     "torch ground": [f"te_torch.{room}" for room in TORCH_GROUND.split()],
     "torch tensors": ["te_torch.tensors"],
     "torch state": [f"te_torch.{room}" for room in TORCH_STATE.split()],
-    "torch base": ["te_torch.base"],
+    "torch base": ["te_torch.base", "te_torch.described"],
     "torch modules": ["te_torch.modules", "te_torch.attention"],
     "torch transformer": ["te_torch.transformer"],
     "torch face": [

@@ -7,7 +7,7 @@
 Names are those of te_torch's parameters and options. Memory is x's library's, where it has an allocator.
 """
 
-from te_core.functional.function import Back, Function
+from te_core.functional.function import DESCRIBER, Back, Function
 from te_core.functional.quantizing import dequantize, quantize
 from te_core.functional.scaling import Scaling, update
 
@@ -52,3 +52,5 @@ __all__ = [
     "transformer_layer",
     "update",
 ]
+
+DESCRIBER.describe((Back, Function, Scaling, dequantize, quantize, update))

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.calls import Call, call, precision_of
+from te_core.described import REQUIRED, Describer
+from te_core.described.layers import TEXT
 from te_core.errors import ArgumentError
 from te_core.functional.arrays import Library, library_of, read
 from te_core.functional.contract import check_offsets
@@ -42,9 +44,33 @@ class Where(NamedTuple):
 
 
 _RETURNS = """
+Returns:
+    (y, back), or ((y, ...), back) where options ask for more outputs. `back(dy)` gives the gradients of what `needs`
+    names by name.
 
-Returns (y, back), or ((y, ...), back) where options ask for more outputs. `back(dy)` gives the gradients of what
-`needs` names (all that has one, if it is left out) by name."""
+Raises:
+    ArgumentError: An array or an option does not fit.
+"""
+
+
+def _allowed(layer: str, name: str) -> str:
+    """What an array or an option of a layer may be, in words."""
+    entry = LAYERS.get(layer)
+    option = None if entry is None else entry.options.get(name)
+    if entry is None or (option is not None and option.kind is bool):
+        return ""
+    if option is not None:
+        return option.said()
+    argument = next((a for a in entry.arguments if a.name == name), None)
+    if argument is None or argument.shape in ("", "*"):
+        return ""
+    words = ", ".join(argument.shape.split()).replace("LEAD'", "...").replace("LEAD", "...").replace("|", " or ")
+    return f"an array [{words}]{_TYPES.get(argument.dtypes, ' of ' + argument.dtypes.replace('|', ' or '))}"
+
+
+#: What a layer's table says of types, in words.
+_TYPES = {"x": "", "weight": "", "any": " of any float type"}
+DESCRIBER = Describer(TEXT, allowed=_allowed)
 
 
 def _each(given: Iterable[Any]) -> Iterator[Any]:
@@ -79,7 +105,9 @@ class Function(Named):
         sizes = [Parameter(_SIZES, optional)] if self.several else []
         named = [Parameter(n, optional, default=None) for n in shared]
         self.__signature__ = Signature(sorted([*kinds, *sizes, *more, *named], key=lambda p: p.kind))
-        self.__doc__ = f"{self.layer.about}.\n\nTakes {', '.join(self.arguments)}.{_RETURNS}"
+        of_all = self.__signature__.parameters.values()
+        given = [(p.name, "", REQUIRED if p.default is empty else p.default) for p in of_all]
+        self.__doc__ = DESCRIBER.document(f"{self.layer.about}.\n{_RETURNS}", given, name)
 
     def __repr__(self) -> str:
         return f"te_core.functional.{self.__name__}{self.__signature__}"

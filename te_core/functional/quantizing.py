@@ -24,6 +24,20 @@ def quantize(
     """A weight as the recipe has it, in both copies: for a weight's place, or for `quantized=`.
 
     With a history `scaling` has the scale: the one of the weight called `name` in its layer.
+
+    Returns:
+        A `te_core.QuantizedTensor`.
+
+    Raises:
+        ArgumentError: The recipe does not quantize weights, or x is no such matrix.
+
+    Example:
+        import numpy as np
+        from te_core import functional
+        from te_core.recipe import Float8CurrentScaling
+
+        q = functional.quantize(np.ones((64, 64), np.float32), Float8CurrentScaling())
+        values = functional.dequantize(q, like=np.zeros(1))
     """
     precision, t = precision_of("quantize", recipe), read("quantize", "x", x)
     rule = None if precision is None else precision.weight
@@ -58,7 +72,11 @@ def _slot(scaling: Any, name: str, precision: Any) -> tuple[int, Scales]:
 
 
 def dequantize(q: QuantizedTensor, dtype: Any = dtypes.float32, *, like: Any = None, rt: Runtime | None = None) -> Any:
-    """The values of a quantized tensor, as an array of the library of `like`; without one as a te_core.Tensor."""
+    """The values of a quantized tensor, as an array of the library of `like`; without one as a te_core.Tensor.
+
+    Raises:
+        ArgumentError: q is no quantized tensor, or holds no copy.
+    """
     if not isinstance(q, QuantizedTensor):
         do = "pass what te.quantize gave"
         raise ArgumentError("dequantize", f"q of type {type(q).__name__}", "a te_core.QuantizedTensor", do)

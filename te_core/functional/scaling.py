@@ -29,6 +29,21 @@ class Scaling:
     A call of the layer reads the scales and raises row 0 of the histories; `update` makes the next scales. Of a recipe
     without a history it has no arrays, and nothing to update. `like` says of which library and on which device the
     arrays are, `gemms` how many products a layer of several weights has.
+
+    Raises:
+        ArgumentError: The function has no products, or the recipe is None.
+
+    Example:
+        import numpy as np
+        from te_core import functional
+        from te_core.recipe import DelayedScaling
+
+        x, weight = np.random.randn(32, 64).astype(np.float32), np.random.randn(64, 64).astype(np.float32)
+        recipe = DelayedScaling()
+        scaling = functional.Scaling(recipe, functional.linear, like=x)
+        y, back = functional.linear(x, weight, recipe=recipe, scaling=scaling)
+        grads = back(np.ones_like(y))  # {"x": ..., "weight": ...}
+        functional.update(scaling)
     """
 
     scale_fwd: Any
@@ -162,7 +177,11 @@ def check_scaling(operation: str, scaling: Any, precision: Precision | None, rt:
 
 def update(*scalings: Scaling, rt: Runtime | None = None) -> None:
     """The next scales of any number of states, from the maxima since the last update: one launch for each device and
-    rule. A state whose layer was not called stays as it is."""
+    rule. A state whose layer was not called stays as it is.
+
+    Raises:
+        ArgumentError: Something else than a Scaling is among them.
+    """
     groups: dict[Any, list[ScalingState]] = {}
     for scaling in scalings:
         if not isinstance(scaling, Scaling):

@@ -1,6 +1,8 @@
 """One function per operation: states the contract, checks arguments, makes outputs, asks the backend."""
 
 from te_core.arguments import explained
+from te_core.described import Describer
+from te_core.described.ops import TEXT
 from te_core.ops import raw
 from te_core.ops.raw import KVCache, gemm_route, is_gated, packed_width
 
@@ -81,3 +83,5 @@ __all__ = [
     "rope_qkv_backward", "run_update", "scale_many", "scale_pairs", "sgd", "softmax_backward", "softmax_forward",
     "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip
+
+Describer(TEXT).describe(globals()[name] for name in __all__)

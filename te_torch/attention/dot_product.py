@@ -79,7 +79,17 @@ _asked = _Asked()
 
 
 class DotProductAttention(BaseModule):
-    """softmax(q k^T scale + bias, over what the mask lets be seen) v, with dropout of the weights while training."""
+    """softmax(q k^T scale + bias, over what the mask lets be seen) v, with dropout of the weights while training.
+
+    Raises:
+        ArgumentError: An argument has a value that is not allowed.
+        NoBackendError: In forward: no backend computes this combination; the error says why each does not.
+
+    Example:
+        attention = te.DotProductAttention(num_attention_heads=8, kv_channels=64, qkv_format="bshd")
+        q, k, v = (torch.randn(2, 16, 8, 64) for _ in range(3))
+        y = attention(q, k, v)  # [2, 16, 512]
+    """
 
     gemms = 3  # two products, and their input from a projection: what FP8 attention has scales for
     module_type = "attention"

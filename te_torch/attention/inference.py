@@ -49,7 +49,19 @@ _ALIGNED = 64  # elements: each of the lengths that share a buffer begins at a r
 
 
 class InferenceParams(NamedOptions):
-    """The KV cache of a model's layers, and the lengths of the sequences in it."""
+    """The KV cache of a model's layers, and the lengths of the sequences in it.
+
+    Raises:
+        AttentionArgumentError: Sizes or pages do not fit together.
+
+    Example:
+        cache = te.InferenceParams(2, 64, num_heads_kv=4, head_dim_k=64, dtype=torch.float32, device="cpu")
+        layer = te.MultiheadAttention(256, 4, layer_number=1, attn_mask_type="padding_causal", qkv_format="bshd",
+                                      attention_dropout=0.0, device="cpu").eval()
+        cache.pre_step({0: 16, 1: 16})  # two sequences bring 16 tokens each
+        with torch.no_grad():
+            y = layer(torch.randn(2, 16, 256), inference_params=cache)
+    """
 
     def __init__(
         self,

@@ -32,7 +32,11 @@ _wrong = partial(AttentionArgumentError, "apply_rotary_pos_emb")
 
 
 class RotaryPositionEmbedding(NamedOptions, torch.nn.Module):
-    """The angles of rotary position embedding: position * base^(-2i/dim) for channel pair i."""
+    """The angles of rotary position embedding: position * base^(-2i/dim) for channel pair i.
+
+    Example:
+        angles = te.RotaryPositionEmbedding(64)(max_seq_len=16)  # [16, 1, 1, 64], for rotary_pos_emb
+    """
 
     def __init__(
         self,

@@ -142,6 +142,21 @@ _OF: dict[tuple[str, str], _Rule] = {
 }
 
 
+#: Whose arguments are checked by these rules.
+_CONSTRUCTORS = frozenset(
+    (*NORMS, "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams", "LayerNormLinear",
+     "LayerNormMLP", "Linear", "MultiheadAttention", "RotaryPositionEmbedding", "TransformerLayer")
+)  # fmt: skip
+#: Rules that say nothing which a description of the argument does not.
+_PLAIN = ("True or False", "a callable", "a string", "a device", "float32")
+
+
+def allowed_values(operation: str, name: str) -> str:
+    """Which values an argument of this constructor may have, in words; "" where its description says it."""
+    rule = (_OF.get((operation, name)) or _RULES.get(name)) if operation in _CONSTRUCTORS else None
+    return "" if rule is None or rule.allowed.startswith(_PLAIN) else rule.allowed
+
+
 def check_values(operation: str, options: Mapping[str, Any]) -> None:
     """Refuse values that a constructor does not take; `options` are its arguments by name."""
     for name, value in options.items():

@@ -45,6 +45,16 @@ def quantized_model_init(
 
     With `preserve_high_precision_init_val` each such parameter also has `get_high_precision_init_val()`, its initial
     value on the CPU (for an optimizer's master weights), until `clear_high_precision_init_val()`.
+
+    Raises:
+        ArgumentError: An argument is of a wrong kind.
+
+    Example:
+        from te_torch.recipe import Float8CurrentScaling
+
+        with te.quantized_model_init(recipe=Float8CurrentScaling()):
+            layer = te.Linear(256, 256, device="cpu")
+        assert isinstance(layer.weight, te.QuantizedTensor)
     """
     operation = "quantized_model_init"
     if not is_flag(enabled):

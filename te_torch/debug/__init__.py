@@ -7,8 +7,11 @@ from te_torch.debug.bisection import Bisection, Culprit, bisect
 from te_torch.debug.inspection import Inspection, inspect
 from te_torch.debug.report import Report, Series
 from te_torch.debug.state import TEDebugState, set_weight_tensor_tp_group_reduce
+from te_torch.described import describe_debug
 
 __all__ = [
     "Bisection", "Culprit", "Inspection", "Report", "Series", "TEDebugState", "bisect", "inspect",
     "set_weight_tensor_tp_group_reduce",
 ]  # fmt: skip
+
+describe_debug(globals()[name] for name in __all__)

@@ -259,6 +259,14 @@ def inspect(
     (kv or qkv where they are packed), s (softmax's result) and dp where they are tensors, do. Steps `start_step` to
     `end_step` are looked at, every `freq`-th; in the others layers run as fast as without. What microbatches add up to
     is one step. group: over which processes the statistics are reduced, at each `step()`; None: each has its own.
+
+    Example:
+        from te_torch.recipe import Float8CurrentScaling
+
+        layer = te.Linear(64, 64, device="cpu")
+        with te.debug.inspect(layer) as seen, te.autocast(recipe=Float8CurrentScaling(), emulate=True):
+            layer(torch.randn(32, 64)).sum().backward()
+        print(seen)
     """
     given = _some("gemms", gemms, ("fprop", "dgrad", "wgrad"))
     named = _some("tensors", tensors, TENSORS)

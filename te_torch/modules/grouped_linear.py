@@ -62,6 +62,13 @@ class GroupedLinear(BaseModule):
 
     Each group is quantized by itself, with scales of its own. Under `torch.compile` the splits may be a list, whose
     numbers the compiler guards on, or a tensor, whose values no program depends on.
+
+    Raises:
+        ArgumentError: An argument has a value that is not allowed.
+
+    Example:
+        experts = te.GroupedLinear(2, 256, 512, bias=False, device="cpu")
+        y = experts(torch.randn(32, 256), [20, 12])  # [32, 512]
     """
 
     #: Forwards that had to copy their splits from a GPU, over all modules.

@@ -111,7 +111,15 @@ class NormParameters(BaseModule):
 
 
 class LayerNormLinear(NormParameters, SplitParameters):
-    """y = norm(x) w^T + b, in the precision of the active `autocast` region."""
+    """y = norm(x) w^T + b, in the precision of the active `autocast` region.
+
+    Raises:
+        ArgumentError: An argument has a value that is not allowed, or sizes do not divide by the ranks.
+
+    Example:
+        layer = te.LayerNormLinear(256, 768, normalization="RMSNorm", device="cpu")
+        y = layer(torch.randn(32, 256))  # [32, 768]
+    """
 
     def __init__(
         self,

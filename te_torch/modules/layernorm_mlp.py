@@ -45,7 +45,16 @@ CLAMP_NAMES = ("limit", "alpha", "glu_linear_offset")
 
 
 class LayerNormMLP(NormParameters):
-    """norm, linear, activation, linear, in the precision of the active `autocast` region."""
+    """norm, linear, activation, linear, in the precision of the active `autocast` region.
+
+    Raises:
+        ArgumentError: An argument has a value that is not allowed, or sizes do not divide by the ranks.
+        UnsupportedError: The activation is not one of those there are.
+
+    Example:
+        mlp = te.LayerNormMLP(256, 1024, activation="swiglu", normalization="RMSNorm", device="cpu")
+        y = mlp(torch.randn(32, 256))  # [32, 256]
+    """
 
     gemms = 2
 

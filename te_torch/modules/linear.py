@@ -228,7 +228,18 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
 
 
 class Linear(SplitParameters):
-    """y = x w^T + b, in the precision of the active `autocast` region."""
+    """y = x w^T + b, in the precision of the active `autocast` region.
+
+    Raises:
+        ArgumentError: An argument has a value that is not allowed, or sizes do not divide by the ranks.
+
+    Example:
+        from te_torch.recipe import Float8CurrentScaling
+
+        layer = te.Linear(256, 512, bias=False, params_dtype=torch.bfloat16, device="cpu")
+        with te.autocast(recipe=Float8CurrentScaling(), emulate=True):
+            y = layer(torch.randn(32, 256, dtype=torch.bfloat16))  # [32, 512]
+    """
 
     def __init__(
         self,

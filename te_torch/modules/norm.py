@@ -173,7 +173,11 @@ def _check(operation: str, inp: torch.Tensor, normalized_shape: torch.Size) -> N
 
 
 class LayerNorm(_Norm):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions."""
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions.
+
+    Example:
+        y = te.LayerNorm(256, device="cpu")(torch.randn(32, 256))
+    """
 
     kind = "LayerNorm"
     fwd_ln_sm_margin, bwd_ln_sm_margin, inf_ln_sm_margin = map(margin_of, ("forward", "backward", "inference"))
@@ -184,7 +188,11 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the trailing dimensions."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the trailing dimensions.
+
+    Example:
+        y = te.RMSNorm(256, eps=1e-6, device="cpu")(torch.randn(32, 256))
+    """
 
     kind = "RMSNorm"
     fwd_rmsnorm_sm_margin, bwd_rmsnorm_sm_margin, inf_rmsnorm_sm_margin = map(

@@ -49,6 +49,16 @@ class FusedAdam(FusedOptimizer):
     - `capturable`: lr and the step are tensors on the device (lr may be assigned in place), so a CUDA graph may hold
       `step()`; `step(grad_scaler=...)` then unscales gradients, and skips the update where one was not finite.
     - `use_decoupled_grad`: gradients are read from `p.decoupled_grad`.
+
+    Raises:
+        ArgumentError: An option has a value that is not allowed.
+        UnsupportedError: `amsgrad`, or a quantized parameter without masters.
+
+    Example:
+        layer = te.Linear(64, 64, device="cpu")
+        optimizer = te.optimizers.FusedAdam(layer.parameters(), lr=1e-3, weight_decay=0.1)
+        layer(torch.randn(32, 64)).sum().backward()
+        optimizer.step()
     """
 
     _KEPT = (

@@ -25,6 +25,13 @@ def clip_by_norm(
     Nothing is multiplied here: `FusedAdam.step(grad_scale=factor)` does it. The host waits for nothing, so a CUDA graph
     may hold both. Of DTensors each process reads its part, and the parts are summed up over the mesh they are sharded
     over; with `group` the sum is one over its processes, too. `grad` names the attribute ("decoupled_grad").
+
+    Example:
+        layer = te.Linear(64, 64, device="cpu")
+        optimizer = te.optimizers.FusedAdam(layer.parameters())
+        layer(torch.randn(32, 64)).sum().backward()
+        norm, factor = te.optimizers.clip_by_norm(layer.parameters(), 1.0)
+        optimizer.step(grad_scale=factor)
     """
     if not max_norm > 0:
         raise ArgumentError(_NAME, f"max_norm={max_norm}", "a number above 0", "correct max_norm")

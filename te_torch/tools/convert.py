@@ -115,6 +115,16 @@ def convert(
 
     filter(name, module) says no to single layers, and to the fusion of an nn.Sequential (its layers are then asked
     one by one). With a recipe, the report says what it will mean for each layer. dry_run changes nothing.
+
+    Returns:
+        A printable report: what was swapped (`converted`) and what was left alone, with the reason (`kept`).
+
+    Raises:
+        ArgumentError: An argument is of a wrong kind.
+
+    Example:
+        model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+        print(te.convert(torch.nn.ModuleList([model])))
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError("convert", f"model={model!r}", "a torch.nn.Module", "pass the model itself")

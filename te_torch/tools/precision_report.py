@@ -92,7 +92,19 @@ NOTHING = (
 
 
 def precision_report(model: torch.nn.Module) -> PrecisionReport:
-    """What the last forward of every layer computes its GEMMs in, backward included."""
+    """What the last forward of every layer computes its GEMMs in, backward included.
+
+    Returns:
+        A printable report with a row for each layer.
+
+    Example:
+        from te_torch.recipe import Float8CurrentScaling
+
+        layer = te.Linear(64, 64, device="cpu")
+        with te.autocast(recipe=Float8CurrentScaling(), emulate=True):
+            layer(torch.randn(32, 64))
+        print(te.precision_report(layer))
+    """
     check_model("precision_report", model)
     rows: list[Row] = []
     idle: list[str] = []

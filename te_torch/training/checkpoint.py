@@ -50,6 +50,14 @@ def checkpoint(
     that `get_rng_state_tracker` returns. With `distribute_saved_activations` each rank of `tp_group` (None: of all)
     keeps its equal part of the first tensor among the arguments, which has to be the same on all of them, and backward
     gathers it; for use_reentrant=True.
+
+    Returns:
+        What the function returns.
+
+    Example:
+        block = te.LayerNormMLP(256, 1024, device="cpu")
+        y = te.checkpoint(block, torch.randn(32, 256, requires_grad=True))
+        y.sum().backward()
     """
     if _is_older_form(args):
         warn(

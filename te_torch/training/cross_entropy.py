@@ -65,6 +65,13 @@ def parallel_cross_entropy(
     the target is `ignore_idx`, loss and gradient are 0. reduce_loss=True: the mean over the others, shape [1], 0 over
     none. The gradient has the logits' dtype and memory of its own; with in_place=True it takes that of the logits,
     which nobody else may need then. It is capturable in any case.
+
+    Returns:
+        Loss of each token, float32, of the targets' shape; with `reduce_loss` its mean, [1].
+
+    Example:
+        logits = torch.randn(2, 16, 1000, requires_grad=True)
+        te.parallel_cross_entropy(logits, torch.randint(1000, (2, 16)), reduce_loss=True).backward()
     """
     op = "parallel_cross_entropy"
     if _input is not None:
@@ -106,6 +113,16 @@ def linear_cross_entropy(
     up in float32, and goes into `weight.main_grad` if there is one. With `group` each rank has its V of the classes,
     and all have the same hidden. `recipe`, one without history, has the products run in FP8, by maxima or blocks of
     each chunk.
+
+    Returns:
+        The loss: one number, or with "none" one for each token, float32.
+
+    Raises:
+        ArgumentError: An argument has a value that is not allowed, or shapes do not fit.
+
+    Example:
+        hidden, head = torch.randn(32, 64, requires_grad=True), torch.randn(1000, 64, requires_grad=True)
+        te.linear_cross_entropy(hidden, head, torch.randint(1000, (32,))).backward()
     """
     op = "linear_cross_entropy"
     if reduction not in _TOTALS:

@@ -35,6 +35,14 @@ def moe_permute(
     routing_map: with map_type "mask" [tokens, experts], not 0 where a token goes to an expert; with "index" expert ids
     int32 [tokens, top k]. `num_out_tokens` is the number of rows: what lies behind is dropped, rows that are left are
     zeros. -1 or None drops nothing; with a mask the host then waits for the number. `max_token_num` is not needed.
+
+    Returns:
+        (rows, map): the rows [num_out_tokens, features], and what `moe_unpermute` needs.
+
+    Example:
+        tokens, routing = torch.randn(32, 64), torch.rand(32, 4) > 0.5
+        rows, row_map = te.moe_permute(tokens, routing)
+        back = te.moe_unpermute(rows, row_map, restore_shape=tokens.shape)
     """
     op, by = "moe_permute", either(EAGER, TRACED)
     _check_tensors(op, inp=inp, routing_map=routing_map)

@@ -43,6 +43,12 @@ class CudaRNGStatesTracker:
     of get_all_rng_states(). On the CPU it is a tensor of bytes.
 
     A fork exchanges torch's generator of the device, which all threads share.
+
+    Example:
+        tracker = te.CudaRNGStatesTracker(device="cpu")
+        tracker.add("model-parallel-rng", seed=1234)
+        with tracker.fork():
+            noise = torch.randn(4)
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:

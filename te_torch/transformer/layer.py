@@ -115,6 +115,16 @@ class TransformerLayer(Unit):
     It runs as one call with one node of autograd where nothing stands between its parts
     (te_torch/transformer/whole.py). With `one_node = False`, an attribute to be set at any time, the parts always run
     one by one: gradients of a part then arrive before those of the part before it are computed.
+
+    Raises:
+        ArgumentError: An argument has a value that is not allowed, or the heads do not fit.
+
+    Example:
+        from te_torch.recipe import Float8CurrentScaling
+
+        layer = te.TransformerLayer(256, 1024, 4, attn_input_format="bshd", fuse_qkv_params=True, device="cpu")
+        with te.autocast(recipe=Float8CurrentScaling(), emulate=True):
+            y = layer(torch.randn(2, 16, 256))  # [2, 16, 256]
     """
 
     one_node = True

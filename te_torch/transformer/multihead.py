@@ -99,7 +99,15 @@ def _overlapping(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 class MultiheadAttention(Unit):
-    """Attention of `num_attention_heads` heads between projections, in the precision of the active region."""
+    """Attention of `num_attention_heads` heads between projections, in the precision of the active region.
+
+    Raises:
+        ArgumentError: An argument has a value that is not allowed, or the heads do not fit.
+
+    Example:
+        attention = te.MultiheadAttention(256, 4, fuse_qkv_params=True, qkv_format="bshd", device="cpu")
+        y = attention(torch.randn(2, 16, 256))  # [2, 16, 256]
+    """
 
     def __init__(
         self,

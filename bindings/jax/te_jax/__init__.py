@@ -2,6 +2,7 @@
 
 from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
 from te_jax.context import MeshResource, autocast
+from te_jax.described import describe
 from te_jax.layers import (
     SoftmaxType,
     activation,
@@ -25,3 +26,5 @@ __all__ = [
     "explain", "fused_attn", "grouped_dense", "layernorm", "layernorm_dense", "layernorm_mlp", "multihead_attention",
     "quantize", "scaling", "softmax", "transformer_layer",
 ]  # fmt: skip
+
+describe(globals()[name] for name in __all__)

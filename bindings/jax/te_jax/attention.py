@@ -104,6 +104,17 @@ def fused_attn(
 
     `qkv`: a tuple of one, two or three arrays, as `qkv_layout` says. `sequence_descriptor`: the lengths of sequences,
     with padding and in packed layouts. `seed`: a key of jax.random for dropout, another one in each step.
+
+    Raises:
+        ArgumentError: Arrays, options and lengths do not fit together.
+        UnsupportedError: `max_segments_per_seq` is above 1.
+
+    Example:
+        import jax.numpy as jnp
+        import te_jax
+
+        q = k = v = jnp.ones((2, 16, 4, 32))
+        y = te_jax.fused_attn((q, k, v))  # [2, 16, 4, 32]
     """
     layout = _one_of(QKVLayout, "qkv_layout", qkv_layout)
     mask = _one_of(AttnMaskType, "attn_mask_type", attn_mask_type)

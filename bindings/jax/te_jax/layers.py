@@ -52,6 +52,17 @@ def dense(
     `contracting_dims` are those of x, its last ones, and of the kernel, its first ones. `recipe` says how both are
     quantized (None: what `te_jax.autocast` says), `scaling` is the state of a recipe with a history, `seed` a key of
     jax.random for recipes that round by draws.
+
+    Raises:
+        ArgumentError: Shapes or dimensions do not fit, or a state is missing.
+
+    Example:
+        import jax.numpy as jnp
+        import te_jax
+        from te_core.recipe import Float8CurrentScaling
+
+        x, kernel = jnp.ones((32, 64)), jnp.ones((64, 16))
+        y = te_jax.dense(x, kernel, recipe=Float8CurrentScaling())  # [32, 16]
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
     of_x, of_kernel = contracting_dims
@@ -167,6 +178,17 @@ def layernorm_mlp(
 
     kernels[0] is [in, activations, hidden] or [in, activations * hidden], kernels[1] [hidden, out]; biases are
     [activations, hidden] and [out], or None.
+
+    Raises:
+        ArgumentError: Shapes or names do not fit.
+
+    Example:
+        import jax.numpy as jnp
+        import te_jax
+
+        x, gamma = jnp.ones((32, 64)), jnp.ones(64)
+        kernels = [jnp.ones((64, 2, 128)), jnp.ones((128, 64))]
+        y = te_jax.layernorm_mlp(x, gamma, None, kernels, [None, None], "rmsnorm", activation_type=("silu", "linear"))
     """
     options = _norm("layernorm_mlp", norm_type, beta, zero_centered_gamma, epsilon)
     options["activation"] = _activation("layernorm_mlp", activation_type)

@@ -133,7 +133,23 @@ class Rule:
 
 
 def scaling(recipe: Recipe | None, function: Any, *, axis_names: Any = ()) -> Scaling | None:
-    """A new state for one layer, which is called by this function; None of a recipe without a history."""
+    """A new state for one layer, which is called by this function; None of a recipe without a history.
+
+    Raises:
+        ArgumentError: The function takes no state.
+        UnsupportedError: The recipe has a function of the user's.
+
+    Example:
+        import jax
+        import jax.numpy as jnp
+        import te_jax
+        from te_core.recipe import DelayedScaling
+
+        recipe, x, kernel = DelayedScaling(), jnp.ones((32, 64)), jnp.ones((64, 16))
+        state = te_jax.scaling(recipe, te_jax.dense)
+        loss = lambda kernel, state: te_jax.dense(x, kernel, recipe=recipe, scaling=state).mean()
+        grad, state = jax.grad(loss, argnums=(0, 1))(kernel, state)  # the next state
+    """
     layer = getattr(function, "te_layer", None)
     if layer is None:
         allowed = "te_jax.dense, layernorm_dense, layernorm_mlp, multihead_attention or transformer_layer"
