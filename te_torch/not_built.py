@@ -1,7 +1,7 @@
 """Documented names that this release has not built, and what to use in their place: the one table of them.
 
 A module that documents some has `__getattr__ = not_built.getter(...)`. The error is an AttributeError (`hasattr` says
-no), or an ImportError in `from ... import`; either names the substitute. The guide for users of the peer shows the table.
+no), or an ImportError in `from ... import`; either names the substitute. A page of docs/guides shows the table.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def said(node: ast.expr | None) -> str:
 
 
 def causes() -> dict[str, dict[tuple[str, str], str]]:
-    """Class -> (what is allowed, what to do) -> the operation, or where only the call knows it, the part that raises."""
+    """Class -> (what is allowed, what to do) -> the operation, or the part that raises where only the call knows it."""
     found: dict[str, dict[tuple[str, str], str]] = {name: {} for name in classes()}
     for module, tree in trees().items():
         for node in ast.walk(tree):

@@ -10,9 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
-
 import ml_dtypes
 import numpy as np
 import torch
@@ -20,6 +17,7 @@ import torch
 import te_torch as te
 from te_core.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
+HERE = Path(__file__).resolve().parent
 SMALL = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1 (FP4)": ml_dtypes.float4_e2m1fn}
 ALL = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, **SMALL}
 

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from te_core import errors
 from tests.backends import more_without_gpu, requires_cuda
 from tests.parallel.ranks import LOOPBACK
+from tools import error_table
 from tools.docs import dead_links, needs_gpu, pages, run_examples
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS = ROOT / "docs" / "guides" / "06-several-gpus.md"
+GUIDES = ROOT / "docs" / "guides"
+RANKS = GUIDES / "06-several-gpus.md"
 WITH_GPU = [page for page in pages() if needs_gpu(page.read_text())]
 
 
@@ -71,3 +74,29 @@ def test_scripts_of_ranks(tmp_path: Path) -> None:
     _, _, tensor, sequence, context = found
     assert sequence == pytest.approx(tensor, abs=2e-3)
     assert context[:5] == pytest.approx(losses(scripts_of_ranks()[-1], 1, tmp_path)[:5], abs=2e-3)
+
+
+@pytest.mark.parametrize("page", sorted(GUIDES.glob("*.md")), ids=lambda page: page.stem)
+def test_guides_are_short(page: Path) -> None:
+    """Without code, and without what is generated."""
+    written = re.sub(
+        r"<!-- output.*?end of output -->|^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    assert sum(any(map(str.isalnum, word)) for word in written.split()) <= 1200
+
+
+def test_the_page_of_errors_has_every_class() -> None:
+    def below(kind: type) -> set[str]:
+        classes = [one for one in kind.__subclasses__() if one.__module__.startswith("te_")]
+        return {name for one in classes for name in (one.__name__, *below(one))}
+
+    import te_torch.export.mode
+    import te_torch.optimizers
+
+    ours = below(errors._FourPartError)
+    text = (GUIDES / "16-errors.md").read_text()
+    assert te_torch and ours <= error_table.classes().keys() and len(ours) > 10
+    assert all(re.search(rf"^\| `te_\S+\.{name}` \|", text, re.MULTILINE) for name in ours)
+    assert {"ArgumentError", "UnsupportedError", "LibraryError"} <= {
+        k for k, v in error_table.causes().items() if len(v) > 10
+    }
