@@ -2,8 +2,8 @@
 
 The layer of `parallel` and smaller ones, tensor and sequence parallel, forward and backward, in bf16 and two FP8
 recipes. `plain ms` and `ms`: a step of the slower rank, medians of rounds in which both are measured one after the
-other. `of_plain`: the median of the rounds' ratios, below 1 where overlap is faster. Each method is measured alone,
-too; which one is taken where nobody says one follows from these figures (`overlap_defaults`).
+other. `of_plain`: the median of the rounds' ratios, below 1 where overlap is faster. At the first size each
+method is measured alone, too; which one is taken where nobody says one follows from these figures (`overlap_defaults`).
 
 From a trace of rank 0, at the first size: `shown ms` is the time of a step in which a transfer runs (a kernel of NCCL,
 a copy between GPUs) and no kernel that computes, `idle ms` all time in which no such kernel runs. NCCL's kernels wait
@@ -18,6 +18,7 @@ On a CPU: the same over gloo at a small size, to show that it works.
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +61,9 @@ SIZES: dict[str, list[dict[str, int]]] = {
     "cuda": [parallel.SIZES["cuda"], parallel.SIZES["cuda"] | {"tokens": 2048}, _OF_4096],
     "cpu": [parallel.SIZES["cpu"]],
 }
-STEPS, ROUNDS = 3, 5  # of each in a round
+STEPS, ROUNDS = 3, 4  # of each in a round
+ALL = "rings"  # the method that is measured at all sizes, in all recipes, with traces; others alone, at the first size
+RECIPES_ALONE = ("bf16", "delayed")
 
 
 def measure() -> list[harness.Row]:
@@ -81,14 +84,15 @@ def cases(kind: str) -> list[harness.Row]:
     """The rows, equal on all ranks but for traces. Memory is mapped once for all methods of one configuration."""
     rows = products(SIZES[kind][0]) if kind == "cuda" else []
     for size in SIZES[kind]:
+        methods = METHODS if size is SIZES[kind][0] else {ALL: METHODS[ALL]}
         plain = {name: work_of(size, recipe, kind) for name, recipe in parallel.RECIPES.items()}
-        traced = {name: seen("plain ", work, kind) for name, work in plain.items()} if size is SIZES[kind][0] else {}
-        for sums, dgrad in dict.fromkeys(method[1:] for method in METHODS.values()):
+        for sums, dgrad in dict.fromkeys(method[1:] for method in methods.values()):
             with initialised(size, said(sums, dgrad)):
-                for name, method in METHODS.items():
+                for name, method in methods.items():
                     if method[1:] == (sums, dgrad):
                         flags = {flag: flag in method.flags for flag in FLAGS}
-                        rows += case(size, name, flags, plain, traced, kind)
+                        recipes = plain if name == ALL else {name: plain[name] for name in RECIPES_ALONE}
+                        rows += case(size, name, flags, recipes, kind, name == ALL and methods is METHODS)
         del plain
     return rows
 
@@ -117,25 +121,28 @@ def case(
     method: str,
     flags: dict[str, bool],
     plain: Mapping[str, harness.Work],
-    traced: Mapping[str, harness.Row],
     kind: str,
+    traced: bool,
 ) -> list[harness.Row]:
-    """The rows of a method: one for each recipe."""
+    """The rows of a method: one for each recipe of these plain layers."""
     rows: list[harness.Row] = []
-    for name, recipe in parallel.RECIPES.items():
-        overlapped = work_of(size, recipe, kind, ub_tp_comm_overlap=True, **flags)
-        times = in_turns((plain[name], overlapped), kind)
-        rows.append({
+    for name, before in plain.items():
+        overlapped = work_of(size, parallel.RECIPES[name], kind, ub_tp_comm_overlap=True, **flags)
+        times = in_turns((before, overlapped), kind)
+        row: harness.Row = {
             "case": f"{size['tokens']} tokens, hidden {size['hidden']}, tp {parallel.WORLD}",
             "recipe": name,
             "method": method,
             "carrier": carrier(kind),
-            "plain ms": statistics.median(before for before, _ in times),
+            "plain ms": statistics.median(plainly for plainly, _ in times),
             "ms": statistics.median(after for _, after in times),
-            "of_plain": statistics.median(after / before for before, after in times),
-            **traced.get(name, {}),
-            **(seen("", overlapped, kind) if name in traced else {}),
-        })  # fmt: skip
+            "of_plain": statistics.median(after / plainly for plainly, after in times),
+        }
+        if traced and kind == "cuda":
+            row |= seen("plain ", before) | seen("", overlapped)
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+        rows.append(row)
         del overlapped
     return rows
 
@@ -146,10 +153,8 @@ def carrier(kind: str) -> str:
     return "nccl" if found is None else "peer memory"
 
 
-def seen(prefix: str, work: harness.Work, kind: str) -> harness.Row:
-    """What a trace of a step says; nothing without a GPU."""
-    if kind != "cuda":
-        return {}
+def seen(prefix: str, work: harness.Work) -> harness.Row:
+    """What a trace of a step says."""
     events = parallel.trace(work)
     return {f"{prefix}shown ms": parallel.shown(events), f"{prefix}idle ms": parallel.idle(events)}
 
@@ -163,7 +168,7 @@ def work_of(size: dict[str, int], recipe: Recipe | None, kind: str, **flags: boo
 
 def in_turns(works: Sequence[harness.Work], kind: str) -> list[list[float]]:
     """Milliseconds of each in each round, of the slower rank."""
-    warm, rounds, steps = (3, ROUNDS, STEPS) if kind == "cuda" else (1, 1, 1)
+    warm, rounds, steps = (2, ROUNDS, STEPS) if kind == "cuda" else (1, 1, 1)
     for work in works:
         parallel.timed(work, kind, 1, warm, warm)
     return [[parallel.slowest(parallel.timed(work, kind, 1, steps, 0), kind) for work in works] for _ in range(rounds)]

@@ -14,7 +14,7 @@ import pytest
 
 from te_core.backends.cpu import gemm
 
-_TILE = 32
+_TILE = 64
 
 
 def tiled(left: Any, right: Any, out: Any) -> Any:

@@ -7,12 +7,14 @@ the words, the texts with a zero behind each, and a program's bytes.
 from __future__ import annotations
 
 import struct
+import sysconfig
 from collections.abc import Sequence
 
 from te_core.embed.doors import DOORS
 from te_core.errors import ArgumentError, LibraryError, UnsupportedError
 
 _VERSION = 1  # of what is asked and answered
+_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _ARGUMENT, _UNSUPPORTED, _LIBRARY, _MEMORY = 1, 2, 3, 6  # te_status
 _STATUS = {ArgumentError: _ARGUMENT, UnsupportedError: _UNSUPPORTED, LibraryError: _LIBRARY}
 
@@ -28,6 +30,9 @@ def ask(version: int, door: str, *words: int) -> bytes:
         if version != _VERSION:
             got, do = f"a library that speaks version {version}", "take both from one release"
             raise LibraryError("te_core.embed", got, f"version {_VERSION}", do)
+        if _FREE_THREADED:
+            allowed, do = "a Python that has the interpreter's lock", "install one without a t behind its version"
+            raise UnsupportedError("te_core.embed", "a free-threaded Python", allowed, do)
         return _packed(0, *DOORS[door](*words))
     except tuple(_STATUS) as error:
         status = next(number for kind, number in _STATUS.items() if isinstance(error, kind))

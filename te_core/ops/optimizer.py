@@ -20,7 +20,7 @@ max |x| / 448, found anew in each step (a pass of its own before the update); `s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from te_core import dtypes
@@ -95,10 +95,12 @@ def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
     op = "adam"
     if not tensors:
         return
-    spec = AdamSpec(*[_check.dtype(t) for t in tensors[0][:5]], amax=tensors[0].amax is not None)  # type: ignore[arg-type]
+    first = tensors[0]
+    kinds = AdamSpec(*[_check.dtype(t) for t in first[:5]])  # type: ignore[arg-type]
+    spec = replace(kinds, amax=first.amax is not None)
     _check_adam(op, spec)
     for t in tensors:
-        _check_list(op, rt, AdamTensors._fields[:5], t[:5], tensors[0][:5])
+        _check_list(op, rt, AdamTensors._fields[:5], t[:5], first[:5])
         if any(spec.scaled):
             _check.result(op, rt.device, "scales", t.scales, (3,), (dtypes.float32,))
             _check.require(t.scales is not None, op, f"no scales for {spec}", "scales, float32 [3]", "pass scales")

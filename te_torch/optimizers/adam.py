@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,10 +14,27 @@ from te_core.runtime import Runtime
 from te_torch.optimizers.parts import FusedOptimizer, changed, check_parameter, core, gradient, local
 from te_torch.optimizers.states import MASTER, MOMENTS, Formats, States
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import runtime_for
+from te_torch.runtime import TO_CORE, runtime_for
 from te_torch.tensors.changing import Kept, change_to, end_all
 
 _NAME = "FusedAdam"
+
+
+class Known(NamedTuple):
+    """The core's views of a plain parameter and its states, for as long as these lie where they do."""
+
+    tensors: tuple[Any, ...]
+    states: tuple[torch.Tensor, ...]
+
+    def fit(self, p: torch.Tensor, state: dict[str, Any]) -> bool:
+        """Whether they are those of the parameter now."""
+        param, *parts = self.tensors
+        if len(state) != len(self.states) or param.ptr != p.data_ptr() or param.dtype is not TO_CORE[p.dtype]:
+            return False
+        for now, then, part in zip(state.values(), self.states, parts, strict=False):
+            if now is not then or part.ptr != now.data_ptr():
+                return False
+        return param.shape == p.shape and p.is_contiguous()
 
 
 class FusedAdam(FusedOptimizer):
@@ -85,6 +102,7 @@ class FusedAdam(FusedOptimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
+        self._known: dict[torch.Tensor, Known] = {}
         self._states = States(self.state, self._formats, master_weights)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -202,19 +220,17 @@ class FusedAdam(FusedOptimizer):
             group["step"] += (skip == 0).to(group["step"].device, torch.int32).reshape(group["step"].shape)
 
     def _tensors(self, p: Any, state: dict[str, Any], grad: torch.Tensor) -> AdamTensors:
-        mine, master = local(p), state.get(MASTER)
-        quantized = isinstance(mine, QuantizedTorch)
-        param = None if quantized else core(mine.detach() if mine.is_contiguous() else mine.detach().contiguous())
-        m, v = [core(local(state[name])) for name in MOMENTS]
-        scales = self._states.scales.get(p)
-        return AdamTensors(
-            core(grad),
-            param,
-            m,
-            v,
-            None if master is None else core(local(master)),
-            None if scales is None else core(scales),
-        )
+        known = self._known.get(p)
+        if known is not None and known.fit(p, state):
+            return AdamTensors(core(grad), *known.tensors)
+        mine, master, scales = local(p), state.get(MASTER), self._states.scales.get(p)
+        param = None
+        if not isinstance(mine, QuantizedTorch):
+            param = core(mine.detach() if mine.is_contiguous() else mine.detach().contiguous())
+        parts = [None if t is None else core(local(t)) for t in (*[state[name] for name in MOMENTS], master, scales)]
+        if mine is p and param is not None and mine.is_contiguous():
+            self._known[p] = Known((param, *parts), tuple(state.values()))
+        return AdamTensors(core(grad), param, *parts)  # type: ignore[arg-type]
 
     def _rule(
         self, group: dict[str, Any], device: torch.device, factor: torch.Tensor | None, skip: torch.Tensor | None
@@ -273,6 +289,7 @@ class FusedAdam(FusedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._known = {}
         self._states.of = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -43,6 +43,9 @@ def gradient(operation: str, p: Any, name: str = "grad") -> torch.Tensor | None:
     grad = getattr(p, name, None)
     if grad is None:
         return None
+    if type(grad) is torch.Tensor and type(p) is torch.nn.Parameter and grad.layout is torch.strided:
+        if grad.shape == p.shape and grad.device == p.device and grad.dtype in FLOATS:
+            return grad.contiguous()
     if grad.is_sparse:
         raise UnsupportedError(operation, "a sparse gradient", "dense gradients", "use torch.optim.SparseAdam for it")
     if is_dtensor(p) != is_dtensor(grad):

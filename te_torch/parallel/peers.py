@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,12 +48,7 @@ class Mapped(NamedTuple):
 # ------------------------------------------------------------------------------------------- whether there is any
 
 
-class _Found(NamedTuple):
-    peers: GroupPeers | None
-    reason: str  # why there are none
-
-
-_found: dict[Any, _Found] = {}  # by group
+_found: dict[Any, GroupPeers | None] = {}  # by group
 _in_graphs: list[GroupPeers] = []
 
 
@@ -61,11 +57,10 @@ def peers_of(group: Any, rt: Runtime) -> GroupPeers | None:
     of all ranks together."""
     if rt.device.kind not in _DEVICES:
         return None
-    found = _found.get(group)
-    if found is None:
+    if group not in _found:
         refuse_capture(rt, "whether the GPUs of a group can read each other's memory")
-        found = _found[group] = _asked(group, libraries.driver(), rt.device.index)
-    return found.peers
+        _found[group] = _asked(group, libraries.driver(), rt.device.index)
+    return _found[group]
 
 
 def refuse_capture(rt: Runtime, what: str) -> None:
@@ -82,13 +77,13 @@ def refuse_capture(rt: Runtime, what: str) -> None:
 def let_go() -> None:
     """Give all memory back, but what captured graphs use."""
     while _found:
-        _, (peers, _) = _found.popitem()
+        _, peers = _found.popitem()
         if peers is not None:
             peers.close()
 
 
-def _asked(group: Any, driver: Any, device: int) -> _Found:
-    """All ranks say where they are and what they can read."""
+def _asked(group: Any, driver: Any, device: int) -> GroupPeers | None:
+    """All ranks say where they are and what they can read; why there is no peer memory is told."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     path = new_file(channels_of(size)) if rank == 0 else ""
     told = all_gather_object(OPERATION, (path, _host(), _uuid(device)), group)
@@ -98,9 +93,11 @@ def _asked(group: Any, driver: Any, device: int) -> _Found:
     all_gather_object(OPERATION, "mapped", group)
     if rank == 0:
         Path(path).unlink()
-    if flags is None:
-        return _Found(None, next(filter(None, reasons)))
-    return _Found(GroupPeers(group, flags, driver, device), "")
+    if flags is not None:
+        return GroupPeers(group, flags, driver, device)
+    why = next(filter(None, reasons))
+    warnings.warn(f"overlap without peer memory: {why}. Parts travel over {dist.get_backend(group)}", stacklevel=2)
+    return None
 
 
 def _host() -> str:

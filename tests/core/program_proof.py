@@ -43,7 +43,7 @@ def _pointer(number: int) -> str:
 MASK = (1 << 64) - 1
 
 
-def _digest(image: bytes) -> int:
+def digest_of(image: bytes) -> int:
     digest = 14695981039346656037
     for byte in image:
         digest = (digest ^ byte) * 1099511628211 & (1 << 64) - 1
@@ -82,7 +82,7 @@ class Doors:
         *sizes, stream, pointers, _ = rest
         letters = self.letters(function)
         text, entry = self.machine.binding.functions[function]
-        line = f"launch {entry} {_digest(text.encode()):016x} {' '.join(map(str, sizes))} stream {_pointer(stream)}:"
+        line = f"launch {entry} {digest_of(text.encode()):016x} {' '.join(map(str, sizes))} stream {_pointer(stream)}:"
         at = ctypes.c_uint64.from_address(pointers).value if letters else 0
         if letters[:1] == "b":
             line += ctypes.string_at(at, int(letters[1:])).hex()
@@ -130,7 +130,7 @@ class Doors:
             known |= {9100: at} | ({9101: at + 64} if graph.zeroed else {}) | ({9102: at + 96} if graph.slopes else {})
             at += fake_cudnn.IN_FRONT
         tensors = "".join(f" {uid}={_hex(known[uid])}" for uid in sorted(known))
-        self.lines.append(f"attend {_digest(graph.plan.encode()):016x}{tensors} workspace {_pointer(at)} {stream}")
+        self.lines.append(f"attend {digest_of(graph.plan.encode()):016x}{tensors} workspace {_pointer(at)} {stream}")
 
 
 class Memory:
@@ -202,7 +202,7 @@ class Proof:
             if step.kind in (file.LAUNCH, file.TABLE):
                 f = program.functions[step.target]
                 letters = f.letters.replace("r", "p") if step.kind == file.LAUNCH else f"b{step.other}"
-                stub().stub_arguments(f.name.encode(), _digest(program.modules[f.module]), letters.encode())
+                stub().stub_arguments(f.name.encode(), digest_of(program.modules[f.module]), letters.encode())
         player = self.c.load(pack(program))
         entry = program.entries[0]
         try:

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from te_core import calls, config, dtypes, functional, libraries, program
+from te_core import c_library, calls, config, dtypes, embed, functional, libraries, program
 from te_core.embed import doors
 from te_core.embed.layers import Opened, State
+from te_core.functional.named import Named
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_core.runtime import Runtime
 from te_core.tape import taped
@@ -31,7 +32,7 @@ from te_core.tensor import from_numpy
 from tests.backends import HARDWARE
 from tests.core.c_library import FOLDER, CLayer, CRuntime, DLTensor, PlayerError, built, host_tensor, stub
 from tests.core.fake_cuda import Machine, Make
-from tests.core.program_proof import Proof, compare
+from tests.core.program_proof import Proof, compare, digest_of
 from tests.core.tape_cases import Maker
 from tests.core.test_program_c import made
 from tests.functional_cases import FUNCTIONS, OF_RECIPES, Right, right
@@ -173,28 +174,38 @@ class OnStub(Proof):
         self.memory.given = []
         for opened in [one for one in doors._things.values() if isinstance(one, Opened)]:
             for f in opened.program.functions:
-                stub().stub_arguments(f.name.encode(), f.letters.replace("r", "p").encode())
+                digest = digest_of(opened.program.modules[f.module])
+                stub().stub_arguments(f.name.encode(), digest, f.letters.replace("r", "p").encode())
         return result, c()
 
 
 @pytest.mark.parametrize("recipe", ["plain", "delayed", "current"])
-@pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp"])
+@pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp", "transformer_layer"])
 def test_on_a_gpu_programs_play(make: Make, monkeypatch: pytest.MonkeyPatch, name: str, recipe: str) -> None:
-    """A call of known shapes asks the driver and cuBLASLt for what te_core's replay asks for, address by address."""
+    """A call of known shapes asks the libraries for what te_core's replay asks for, address by address."""
     proof = OnStub(make(), monkeypatch)
     taped.set_when("first")
     rt, kind = proof.rt, {"plain": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}[recipe]
-    layer = CLayer(proof.c.handle, name, said(kind, {}), scaled=recipe == "delayed")
+    options: dict[str, Any] = {"num_attention_heads": 4} if name == "transformer_layer" else {}
+    options |= {"hidden_dropout": 0.1} if options and recipe == "plain" else {}
+    layer = CLayer(proof.c.handle, name, said(kind, options), scaled=recipe == "delayed")
     maker, sizes = Maker(rt), {"K": 64, "N": 96, "F": 128, "F'": 128, "...": 32}
-    slots = [slot for slot in layer.slots()[0] if not slot.name.startswith(b"residual")]
+    sizes |= {"S": 16, "B": 2, "H": 64, "R": 192, "P": 64}
+    slots = [slot for slot in layer.slots()[0] if slot.gradient and not slot.name.startswith(b"residual")]
     given = [maker(*[sizes[letter] for letter in slot.shape.decode().split()]) for slot in slots]
     needs = frozenset(slot.name.decode() for slot in slots)
-    call = calls.call(name, {}, dtypes.bfloat16, needs, kind)
-    arguments = [*given, *[None] * (len(call.layer.arguments) - len(given))]
+    whole = Named(calls.LAYERS[name])
+    tensors = dict.fromkeys(whole.arguments) | {s.name.decode(): t for s, t in zip(slots, given, strict=True)}
+    call = calls.call(name, options | whole.implied(tensors, options, rt), dtypes.bfloat16, needs, kind)
+    seed = maker(*whole.pairs, dtype=dtypes.int64) if call.draws else None
+    arguments = whole.placed(tensors, call, seed, rt)
     (state,) = [one for one in doors._things.values() if isinstance(one, State)] or [None]
     more = {} if state is None else {"scales": state.scales}
-    y, dy = maker(32, 96), maker(32, 96)
-    fresh = [None if t is None else host_tensor(t) for t in given]
+    shape = (16, 2, 64) if options else (32, 96)
+    y, dy = maker(*shape), maker(*shape)
+    inputs = [*given, *[None] * (len(layer.slots()[0]) - len(given))]
+    inputs[-1] = inputs[-1] if seed is None else seed
+    fresh = [host_tensor(t) for t in inputs]
     out = host_tensor(y)
     out.data = None
 
@@ -379,21 +390,19 @@ def test_a_host_that_ends_or_has_sub_interpreters() -> None:
         ran(sys.executable, "-c", HOST, "sub", timeout=20, TE_C_BUILD=str(built()))
 
 
+def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed, "_FREE_THREADED", True)
+    answer = embed.ask(embed._VERSION, "version")
+    assert int.from_bytes(answer[:8], "little") == embed._UNSUPPORTED and b"a free-threaded Python" in answer
+
+
 def test_flags_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Of a wheel, of a checkout, and none."""
-    package, c = tmp_path / "te_core", tmp_path / "bindings" / "c"
-    monkeypatch.setattr(config, "_PACKAGE", package)
+    monkeypatch.setattr(c_library, "found", lambda: None)
     assert config.main(["--libs"]) == 1 and "make -C bindings/c" in capsys.readouterr().err
-    for file in (c / "include" / "te_core.h", c / "build" / "libte_core.so"):
-        file.parent.mkdir(parents=True)
-        file.touch()
-    assert config.main(["--cflags"]) == 0 and capsys.readouterr().out == f"-I{c / 'include'}\n"
-    for file in (package / "include" / "te_core.h", package / "lib" / "libte_core.so"):
-        file.parent.mkdir(parents=True)
-        file.touch()
-    assert config.main([]) == 0
-    lib = package / "lib"
-    assert capsys.readouterr().out == f"-I{package / 'include'} -L{lib} -Wl,-rpath,{lib} -lte_core\n"
+    monkeypatch.setattr(c_library, "found", lambda: tmp_path / "lib" / "libte_core.so")
+    include, libs = f"-I{tmp_path / 'include'}", f"-L{tmp_path / 'lib'} -Wl,-rpath,{tmp_path / 'lib'} -lte_core"
+    for words, said in ((["--cflags"], include), (["--libs"], libs), ([], f"{include} {libs}")):
+        assert config.main(words) == 0 and capsys.readouterr().out == said + "\n"
 
 
 # --------------------------------------------------------------------------------------------------- engines in Python

@@ -33,7 +33,7 @@ from te_core.tensor import Tensor, cuda_device  # noqa: E402
 from tests.backends import HARDWARE  # noqa: E402
 from tests.core.c_library import FOLDER, built, stub  # noqa: E402
 from tests.core.fake_cuda import Make  # noqa: E402
-from tests.core.program_proof import Doors, compare  # noqa: E402
+from tests.core.program_proof import Doors, compare, digest_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason=f"{HARDWARE}no C compiler")
 
@@ -149,7 +149,7 @@ def told(doors: Doors, work: record.Work) -> None:
         if step.kind in (file.LAUNCH, file.TABLE):
             f = program.functions[step.target]
             letters = f.letters.replace("r", "p") if step.kind == file.LAUNCH else f"b{step.other}"
-            stub().stub_arguments(f.name.encode(), letters.encode())
+            stub().stub_arguments(f.name.encode(), digest_of(program.modules[f.module]), letters.encode())
 
 
 @pytest.mark.parametrize(

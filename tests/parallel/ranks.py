@@ -76,6 +76,7 @@ IMPORTED = [
     "torch._dynamo",
     "te_torch",
 ]
+_starting = threading.Lock()  # of a process, which finds its environment in this one's
 SHOWN = 2000  # characters of a rank's output, from its beginning and from its end
 SHOWN_OF_A_DEATH = 4 * SHOWN  # of an abort there are also stacks, in C++ and of all threads
 
@@ -130,8 +131,8 @@ class RanksError(AssertionError):
 class Ranks:
     """`world` processes of one group, started at the first run."""
 
-    def __init__(self, world: int, device: str = "cpu") -> None:
-        self.world, self.device = world, device
+    def __init__(self, world: int, device: str = "cpu", **env: str) -> None:
+        self.world, self.device, self.env = world, device, env
         self.starts = 0  # how often the processes were started
         self.seconds = 0.0  # that the last run took, from when all ranks had come to the function
         self._processes: list[_Process] = []
@@ -159,7 +160,7 @@ class Ranks:
         if not self._processes:
             self.starts += 1
             folder = Path(self._folder.name)
-            self._processes = [_Process(Rank(i, self.world, self.device), folder) for i in range(self.world)]
+            self._processes = [_Process(Rank(i, self.world, self.device), folder, self.env) for i in range(self.world)]
             for process in self._processes:
                 process.pipe.poll(START)  # each sends its first word, or ends
         self._runs += 1
@@ -221,7 +222,7 @@ def environment(rank: Rank) -> dict[str, str]:
 class _Process:
     """The test's side of one rank: its process, the pipe to it, and the file that it prints to."""
 
-    def __init__(self, rank: Rank, folder: Path) -> None:
+    def __init__(self, rank: Rank, folder: Path, more: dict[str, str]) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe()
         read, self._lifeline = os.pipe()
@@ -232,7 +233,7 @@ class _Process:
         os.close(handle)
         context: Any = get_context("spawn" if rank.device == "cuda" else "forkserver")  # CUDA bears no fork
         context.set_forkserver_preload(IMPORTED)
-        with patch.dict(os.environ, environment(rank)):
+        with _starting, patch.dict(os.environ, environment(rank) | more):
             given = rank, theirs, lifeline, self._log, dict(os.environ)
             self._process = context.Process(target=_serve, args=given, daemon=True)
             self._process.start()

@@ -15,6 +15,7 @@ from tests.parallel.overlap_steps import (
     beside_others,
     come_and_gone,
     compared,
+    compared_by_calls,
     in_groups_of_two,
     on_two_hosts,
     refused,
@@ -54,7 +55,7 @@ def methods(kind: str, flags: str, cfg: dict[str, Any] | None) -> dict[str, str]
 def test_steps_of_changing_token_counts(
     ranks: Ranks, kind: str, recipe: str | None, flags: str, cfg: dict[str, Any] | None
 ) -> None:
-    for found, said in ranks.run(compared, kind, recipe, SETS[flags], cfg, (64, 32, TOKENS)):
+    for found, said in ranks.run(compared_by_calls, kind, recipe, SETS[flags], cfg, (64, 32, TOKENS)):
         exact = ranks.device == "cpu" and ranks.world == 2
         assert found >= (math.inf if exact else AGREES[recipe is not None])
         assert {name: how.split(",")[0] for name, how in said.items()} == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.parallel.peer_steps import (
     memory,
     uses,
     with_graphs,
+    without,
 )
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_overlap import AGREES, GEMMS, methods
@@ -47,6 +49,13 @@ def test_steps_of_changing_token_counts(
             assert said[gemm].startswith(f"overlapped by {method}") and said[gemm].endswith("through peer memory")
 
 
+def test_gpus_that_cannot_read_each_other(pair: Ranks) -> None:
+    """It is told once."""
+    for shared, why in ((True, "share a GPU"), (False, "has no access to that of rank")):
+        for there, told in pair.run(without, shared):
+            assert not there and len(told) == 1 and why in told[0] and "Parts travel over gloo" in told[0]
+
+
 def test_a_rank_that_dies_ends_the_wait(two: Ranks) -> None:
     waiting, dead = two.outcomes(left_alone, 1)
     assert dead.how == "died", dead
@@ -67,7 +76,14 @@ def test_two_groups_of_two(ranks_of: Any) -> None:
         assert found == math.inf and said["fc1_fprop"] == "overlapped by ring_exchange, in 2 parts, through peer memory"
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [("mlp", None), ("layer", "delayed"), ("attention", "current")])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("mlp", None),
+        pytest.param("attention", "current", marks=pytest.mark.more),
+        pytest.param("layer", "delayed", marks=pytest.mark.more),
+    ],
+)
 def test_graphs_give_the_bits_of_eager_steps(two: Ranks, kind: str, recipe: str | None) -> None:
     for found, said in two.run(with_graphs, kind, recipe):
         assert not found and all(how.endswith("through peer memory") for how in said.values()) and said
@@ -92,14 +108,16 @@ def test_memory_is_what_the_documents_say(two: Ranks) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("connections", ["1", "8", "32"])
 @NCCL
-def test_a_thousand_steps(connections: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_steps() -> None:
     """However many hardware queues there are, nothing waits for what stands behind it."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    ranks = Ranks(2, "cuda")
+    started = [Ranks(2, "cuda", CUDA_DEVICE_MAX_CONNECTIONS=connections) for connections in ("1", "8", "32")]
     try:
-        for count, wrong, said in ranks.run(long, 1000):
-            assert count == 1000 and wrong == 0 and all("through peer memory" in how for how in said.values())
+        with ThreadPoolExecutor(len(started)) as beside:
+            for found in beside.map(lambda ranks: ranks.run(long, 1000), started):
+                for count, wrong, said in found:
+                    assert count == 1000 and wrong == 0
+                    assert said and all("through peer memory" in how for how in said.values())
     finally:
-        ranks.close()
+        for ranks in started:
+            ranks.close()

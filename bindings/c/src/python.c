@@ -301,18 +301,18 @@ static te_status import(const char *operation, te_object **module) {
     if (*module != NULL) return TE_OK;
     *module = python.PyImport_ImportModule("te_core.embed");
     te_places *at = *module == NULL ? calloc(1, sizeof *at) : NULL;
-    if (at != NULL) {
-        find_packages(at);
+    if (at != NULL) find_packages(at);
+    if (at != NULL && at->packages[0]) {
         te_object *type, *value, *trace;
         python.PyErr_Fetch(&type, &value, &trace);
-        te_object *site = at->packages[0] ? python.PyImport_ImportModule("site") : NULL;
+        te_object *site = python.PyImport_ImportModule("site");
         te_object *added = site ? python.PyObject_CallMethod(site, "addsitedir", "s", at->packages) : NULL;
         if (added != NULL) *module = python.PyImport_ImportModule("te_core.embed");
         te_object *all[] = {type, value, trace, site, added};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++)
             if (all[i] != NULL) python.Py_DecRef(all[i]);
-        free(at);
     }
+    free(at);
     if (*module == NULL) return raised(operation, "import te_core.embed");
     atomic_store(&python.module, *module); /* never let go of: the interpreter is never finalized */
     return TE_OK;

@@ -80,7 +80,7 @@ te_status te_runtime_create(const te_runtime_options *options, te_runtime **runt
         status = te_doors_open_lt(&rt->doors, rt->options.libcublaslt);
         rt->options.libcublaslt = NULL;
     }
-    if (status == TE_OK && rt->options.libcudnn != NULL) {
+    if (status == TE_OK && !host && rt->options.libcudnn != NULL) {
         status = te_doors_open_cudnn(&rt->doors, rt->options.libcudnn);
         rt->options.libcudnn = NULL;
     }

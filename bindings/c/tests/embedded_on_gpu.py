@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     taped.set_when("first")
     gpu = Gpu()
-    paths = {"libcuda": libcuda(), "libcublaslt": libraries.file("cublasLt")}
+    paths = {"libcuda": libcuda(), "libcublaslt": libraries.file("cublasLt"), "libcudnn": libraries.file("cudnn")}
     report: dict[str, Any] = {"device": device.info(0).name, "layers": {}}
     runtime = CRuntime(stream=gpu.stream, **paths)
     for name in LAYERS:
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report["layers"][f"{name} {label}"] = found
             print(f"{name} {label}: {found}", flush=True)
     runtime.destroy()
-    env = {**os.environ, "TE_LIBCUBLASLT": paths["libcublaslt"], "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TE_LIBCUBLASLT": paths["libcublaslt"], "PYTHONPATH": str(ROOT)}  # (it attends to nothing)
     mine = report["train"] = trained(Path(asked.build), env, "cuda", asked.steps)
     command = [sys.executable, str(Path(__file__).parent / "losses.py"), "cuda", str(asked.steps)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)

@@ -74,54 +74,65 @@ def _value(t: float | Tensor) -> Any:
 @np.errstate(all="ignore")
 def adam(rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
     """m, v, and the master or the parameter; the parameter is the master's rounding."""
-    if rule.skip is not None and rule.skip.numpy().view(np.uint32)[0]:
+    for t in tensors:
+        _adam(rt, spec, rule, *t)
+
+
+def adam_quantized(rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamQuantized], rule: AdamRule) -> None:
+    """A step of the masters, which are then quantized."""
+    if _skips(rule):
         return
+    for t in tensors:
+        with np.errstate(all="ignore"):
+            _adam(rt, spec, rule, t.grad, None, t.m, t.v, t.master)
+        (quantize_block if t.cast.format.scaling == "block" else quantize)(rt, t.master, t.cast, t.out, None)
+
+
+def _skips(rule: AdamRule) -> bool:
+    return rule.skip is not None and bool(rule.skip.numpy().view(np.uint32)[0])
+
+
+def _adam(
+    rt: Runtime, spec: AdamSpec, rule: AdamRule, grad: Tensor, param: Tensor | None, *rest: Tensor | None
+) -> None:
+    """One parameter's step; `rest` is m, v, master, scales and amax, of which the last ones may be missing."""
+    if _skips(rule):
+        return
+    m_, v_, master, scales, amax = (*rest, None, None)[:5]
+    assert m_ is not None and v_ is not None
     ex, limits = scratch(rt), spec.scaled
     one, two = map(_f32, rule.corrections(int(_value(rule.step))))
     lr, eps, decay = _f32(_value(rule.lr)), _f32(rule.eps), _f32(rule.weight_decay)
     scale = _f32(1) if rule.grad_scale is None else rule.grad_scale.numpy()[0]
     b1, c1, b2, c2 = map(_f32, (rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2))
-    for t in tensors:
-        grad = _State(ex, t.grad, None, 0, 0.0)
-        moment, square = _State(ex, t.m, t.scales, 0, limits[0]), _State(ex, t.v, t.scales, 1, limits[1])
-        halves = spec.master is dtypes.int16
-        param = None if t.param is None or halves else _State(ex, t.param, None, 0, 0.0)
-        value: Any = param
-        if halves and t.param is not None and t.master is not None:
-            value = _Halves(t.param, t.master)
-        elif t.master is not None:
-            value = _State(ex, t.master, t.scales, 2, limits[2])
-        for start in range(0, t.grad.size, CHUNK):
-            part = slice(start, start + CHUNK)
-            g, p = grad.read(part) * scale, value.read(part)
-            if not rule.decoupled:
-                g = g + decay * p
-            m = b1 * moment.read(part) + c1 * g
-            v = b2 * square.read(part) + c2 * (g * g)
-            u = (m * one) / (np.sqrt(v * two) + eps)
-            if rule.decoupled:
-                u = u + decay * p
-            p = p - lr * u
-            if t.amax is not None:
-                np.maximum(t.amax.numpy(), codec.amax(p), out=t.amax.numpy())
-            moment.write(part, m)
-            square.write(part, v)
-            value.write(part, p)
-            if param is not None and param is not value:
-                param.write(part, p)
-        for state in (moment, square, value):
-            state.close()
-
-
-def adam_quantized(rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamQuantized], rule: AdamRule) -> None:
-    """A step of the masters, which are then quantized."""
-    if rule.skip is not None and rule.skip.numpy().view(np.uint32)[0]:
-        return
-    from te_core.ops.optimizer import AdamTensors
-
-    adam(rt, spec, [AdamTensors(t.grad, None, t.m, t.v, t.master) for t in tensors], rule)
-    for t in tensors:
-        (quantize_block if t.cast.format.scaling == "block" else quantize)(rt, t.master, t.cast, t.out, None)
+    gradient, moment = _State(ex, grad, None, 0, 0.0), _State(ex, m_, scales, 0, limits[0])
+    square, halves = _State(ex, v_, scales, 1, limits[1]), spec.master is dtypes.int16
+    rounding = None if param is None or halves else _State(ex, param, None, 0, 0.0)
+    value: Any = rounding
+    if halves and param is not None and master is not None:
+        value = _Halves(param, master)
+    elif master is not None:
+        value = _State(ex, master, scales, 2, limits[2])
+    for start in range(0, grad.size, CHUNK):
+        part = slice(start, start + CHUNK)
+        g, p = gradient.read(part) * scale, value.read(part)
+        if not rule.decoupled:
+            g = g + decay * p
+        m = b1 * moment.read(part) + c1 * g
+        v = b2 * square.read(part) + c2 * (g * g)
+        u = (m * one) / (np.sqrt(v * two) + eps)
+        if rule.decoupled:
+            u = u + decay * p
+        p = p - lr * u
+        if amax is not None:
+            np.maximum(amax.numpy(), codec.amax(p), out=amax.numpy())
+        moment.write(part, m)
+        square.write(part, v)
+        value.write(part, p)
+        if rounding is not None and rounding is not value:
+            rounding.write(part, p)
+    for state in (moment, square, value):
+        state.close()
 
 
 @np.errstate(all="ignore")
