@@ -1,7 +1,7 @@
 """Documented names that this release has not built, and what to use in their place: the one table of them.
 
 A module that documents some has `__getattr__ = not_built.getter(...)`. The error is an AttributeError (`hasattr` says
-no), or an ImportError in `from ... import`; either names the substitute. docs/compat.md shows the table.
+no), or an ImportError in `from ... import`; either names the substitute. A page of docs/guides shows the table.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _not_built() -> tuple[str, str]:
 
 
 def table() -> Iterator[str]:
-    """The table, as docs/compat.md shows it."""
+    """The table, as docs/guides shows it."""
     yield "| Where | Not built | In its place |"
     yield "|---|---|---|"
     rows: dict[tuple[str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""`make docs`: keep the documents true. Over README.md, AGENTS.md and docs/**/*.md it
+"""`make docs`: keep the documents true. Over README.md, AGENTS.md, CHANGELOG.md and docs/**/*.md it
 
 * renews what is generated: the text between `<!-- output of: python ... -->` and `<!-- end of output -->`. Under
   `<!-- output, in figures of one processor, of: python ... -->` it stays where only its figures are others: sums of
@@ -45,9 +45,8 @@ _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#[^)\s]*)?\)")
 
 def pages() -> list[Path]:
     """The documents."""
-    return [page for page in (ROOT / "README.md", ROOT / "AGENTS.md") if page.is_file()] + sorted(
-        (ROOT / "docs").glob("**/*.md")
-    )
+    first = [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md")]
+    return [page for page in first if page.is_file()] + sorted((ROOT / "docs").glob("**/*.md"))
 
 
 def python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

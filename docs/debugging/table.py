@@ -1,4 +1,4 @@
-"""What the examples of docs/debugging.md print: `table.py` the report, `table.py bisect` what bisect finds.
+"""What the examples of docs/guides/14-a-bad-loss.md print: `table.py` the report, `table.py bisect` what bisect finds.
 
 python docs/debugging/table.py pictures     draw the page's pictures anew (matplotlib, and a browser for page.png)
 """
@@ -19,7 +19,8 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 def examples() -> list[str]:
     """The code of the page, in order."""
-    return re.findall(r"^```python\n(.*?)^```", (HERE.parent / "debugging.md").read_text(), re.DOTALL | re.MULTILINE)
+    page = HERE.parent / "guides" / "14-a-bad-loss.md"
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def run(count: int) -> tuple[dict[str, Any], str]:

@@ -39,9 +39,9 @@ _PACKAGES = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m te_core.doctor") -> int:
     """Print the report; 1 if the machine has a GPU that te_core cannot use, or the test finds a difference, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m te_core.doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument(
         "--import",
         dest="modules",

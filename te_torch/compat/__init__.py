@@ -6,7 +6,7 @@
 
 What this package has built exists under the documented names (contents.py); any other documented name raises an error
 that says what to use in its place (te_torch/not_built.py). Programs look further than names: they ask for specs, paths,
-a version, a distribution's metadata, and the module that a class says it is of (finder.py; docs/compat.md).
+a version, a distribution's metadata, and the module that a class says it is of (finder.py).
 
 Where the real package can be imported the alias refuses: two of them in one process would be mixed.
 """

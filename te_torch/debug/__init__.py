@@ -1,4 +1,4 @@
-"""Precision debugging: which layer, which GEMM and which tensor loses the precision (docs/debugging.md).
+"""Precision debugging: which layer, which GEMM and which tensor loses the precision (docs/guides/14-a-bad-loss.md).
 
 `inspect` looks at the tensors of every GEMM, `bisect` names the GEMMs that spoil a result.
 """

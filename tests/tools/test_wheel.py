@@ -51,6 +51,7 @@ def test_its_metadata(wheel: Path) -> None:
     (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
     about = Parser().parsestr(archive.read(name).decode())
     assert about["Name"] == "te-runtime" and about["Requires-Python"] == ">=3.10"
+    assert about["Author"] == "te-runtime contributors"
     assert about["License-Expression"] == "Apache-2.0" and about["Summary"]
     assert about.get_payload().startswith("# te-runtime") and about["Description-Content-Type"] == "text/markdown"
     assert "Typing :: Typed" in about.get_all("Classifier")
@@ -79,6 +80,15 @@ print("ok")
 """
 
 
+STEP = """
+import te_torch, torch
+def step():
+    model = te_torch.Linear(32, 32, device="cpu")
+    model(torch.randn(16, 32))
+    return model
+"""
+
+
 def test_it_runs_without_the_sources(wheel: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv" / "bin" / "python"
@@ -92,6 +102,10 @@ def test_it_runs_without_the_sources(wheel: Path, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([str(python), "-c", RUNS], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout.strip() == "ok", done.stderr[-3000:]
+    (tmp_path / "steps.py").write_text(STEP)
+    te = [str(python.parent / "te"), "report", "steps.py:step"]
+    done = subprocess.run(te, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0 and "all in high precision" in done.stdout, done.stderr[-3000:]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no package: ziglang")

@@ -1,0 +1,95 @@
+"""Tables of docs/guides/16-errors.md, read from the code that raises: every class of error, and the causes of each.
+
+python tools/error_table.py classes
+python tools/error_table.py causes
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (ROOT / "te_core", ROOT / "te_torch", ROOT / "bindings" / "jax" / "te_jax")
+BASE = "_FourPartError"  # of te_core.errors: every error that a user meets derives from it
+_ALSO = re.compile(r" Also |; an? \w+, as documented|: programs guard")  # said in the last column
+PARTS = ("operation", "got", "allowed", "do")
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Module -> its syntax, of all that is shipped."""
+    files = [(file, folder.parent) for folder in FOLDERS for file in sorted(folder.rglob("*.py"))]
+    names = [".".join(file.relative_to(top).with_suffix("").parts).removesuffix(".__init__") for file, top in files]
+    return {name: ast.parse(file.read_text()) for name, (file, _) in zip(names, files, strict=True)}
+
+
+def classes() -> dict[str, tuple[str, list[str], str]]:
+    """Class -> (its module, its bases, its docstring): general ones before those that derive from them."""
+    found = {
+        node.name: (module, [ast.unparse(base) for base in node.bases], ast.get_docstring(node) or "")
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    ours = [BASE]
+    for name in ours:  # which grows
+        ours += [other for other, (_, bases, _) in found.items() if name in bases and other not in ours]
+    return {name: found[name] for name in ours if name != BASE}
+
+
+def said(node: ast.expr | None) -> str:
+    """What a part of a message says, "..." for what only the call knows."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(said, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return said(node.left) + said(node.right)
+    return "..."
+
+
+def causes() -> dict[str, dict[tuple[str, str], str]]:
+    """Class -> (what is allowed, what to do) -> the operation, or the part that raises where only the call knows it."""
+    found: dict[str, dict[tuple[str, str], str]] = {name: {} for name in classes()}
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and name in found:
+                given = dict(zip(PARTS, node.args, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}
+                operation, allowed, do = (said(given.get(part)) for part in ("operation", "allowed", "do"))
+                if "..." not in (allowed, do):  # else the call that raises is handed the text
+                    place = f"in `{'.'.join(module.split('.')[:3])}`"
+                    found[name].setdefault((allowed, do), place if operation.startswith("...") else operation)
+    return found
+
+
+def row(*cells: str) -> str:
+    """A line of a table."""
+    plain = [" ".join(cell.split()).replace("|", "\\|").replace("<", "\\<").replace("*", "\\*") for cell in cells]
+    return f"| {' | '.join(plain)} |"
+
+
+def class_table() -> Iterator[str]:
+    """A row for each class: what it means, and what catches it."""
+    yield from ("| Class | Means | `except` also catches it as |", "|---|---|---|")
+    for name, (module, bases, doc) in classes().items():
+        caught = ", ".join(f"`{base}`" for base in bases if base != BASE)
+        yield row(f"`{module}.{name}`", _ALSO.split(doc.splitlines()[0])[0], caught)
+
+
+def cause_tables() -> Iterator[str]:
+    """A table for each class that says its causes where it is raised."""
+    for name, found in causes().items():
+        if found:
+            yield from (f"### {name}", "", "| While | Allowed | To do |", "|---|---|---|")
+            yield from sorted(row(operation, allowed, do) for (allowed, do), operation in found.items())
+            yield ""
+
+
+if __name__ == "__main__":
+    print(*{"classes": class_table, "causes": cause_tables}[sys.argv[1]](), sep="\n")
