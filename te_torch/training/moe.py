@@ -176,7 +176,7 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorte
 def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and probs [rows] in the same order."""
+    """inp's rows in chunks of `split_sizes`, and probs [rows], in the order of `sorted_index`."""
     op, by = "moe_sort_chunks_by_index_with_probs", either(EAGER, TRACED)
     _check_tensors(op, inp=inp, probs=probs, split_sizes=split_sizes, sorted_index=sorted_index)
     if probs.shape[:1] != inp.shape[:1] or probs.numel() != inp.shape[0]:
