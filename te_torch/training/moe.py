@@ -130,6 +130,12 @@ def moe_unpermute(
     With map_type "index" weights are float32 [tokens, top k]; without them nothing is added: row k * tokens + t of the
     result is copy k of token t, zeros if it was dropped. `restore_shape` (mask) is the shape of the result. `probs` is
     the older name of merging_probs.
+
+    Returns:
+        The tokens [tokens, features].
+
+    Raises:
+        ArgumentError: The map, the weights and the rows do not fit together.
     """
     op, by = "moe_unpermute", either(EAGER, TRACED)
     if probs is not None:
