@@ -378,7 +378,7 @@ class Cast:
         return device
 
     def scaled_by(self, maxima: Tensor) -> Cast:
-        """The same with these maxima in the place of the value's own."""
+        """A cast like this one that reads these maxima in the place of the value's own."""
         return Cast(
             self.format,
             rowwise=self.rowwise,

@@ -209,7 +209,7 @@ class Runtime:
         return cls(place, stream, allocator, backend)
 
     def fresh(self) -> Runtime:
-        """The same with scratch memory of its own: for what is captured in a CUDA graph."""
+        """A runtime like this one with scratch memory of its own: for what is captured in a CUDA graph."""
         return Runtime(self.device, self.stream, self.allocator, self.backend)
 
     def apart(self) -> Runtime:

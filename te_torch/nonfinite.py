@@ -124,7 +124,19 @@ class NonfiniteReport:
 
 
 def nonfinite_report(model: torch.nn.Module, reset: bool = False) -> NonfiniteReport:
-    """What the casts of every layer met since the counts began. Waits for the device; `reset` begins anew."""
+    """What the casts of every layer met since the counts began. Waits for the device; `reset` begins anew.
+
+    Returns:
+        A printable report.
+
+    Example:
+        from te_torch.recipe import Float8CurrentScaling
+
+        layer = te.Linear(64, 64, device="cpu")
+        with te.autocast(recipe=Float8CurrentScaling(), emulate=True, check_finite=True):
+            layer(torch.randn(32, 64))
+        print(te.nonfinite_report(layer))
+    """
     check_model("nonfinite_report", model)
     check_flags("nonfinite_report", reset=reset)
     rows: list[Row] = []

@@ -57,7 +57,7 @@ def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Te
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """An error unless the division leaves nothing."""
+    """An error unless the division of these two leaves nothing."""
     if denominator == 0 or numerator % denominator:
         raise ArgumentError(
             "ensure_divisibility", f"{numerator} / {denominator}", f"a multiple of {denominator}", "change one of them"
@@ -83,7 +83,7 @@ def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.T
 
 
 def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """The inverse: all rows of the gate, then all of the linear part."""
+    """The inverse of `interleave_glu_tensor`: all rows of the gate, then all of the linear part."""
     return _turned("deinterleave_glu_tensor", tensor, interleave_size, False)
 
 
@@ -138,7 +138,7 @@ def check_dim_for_fp8_exec(tensor: torch.Tensor) -> bool:
 
 
 def assert_dim_for_fp8_exec(*tensors: torch.Tensor) -> None:
-    """An error unless it does."""
+    """An error unless the documented package multiplies tensors of these sizes in FP8."""
     for tensor in tensors:
         if not check_dim_for_fp8_exec(tensor):
             raise ArgumentError(
@@ -213,7 +213,7 @@ def nvtx_range_push(msg: str) -> None:
 
 
 def nvtx_range_pop(msg: str | None = None) -> None:
-    """End the last one."""
+    """End the range that began last."""
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()
 

@@ -79,10 +79,14 @@ class Describer:
                 _done.add(base)
                 for name, value in vars(base).items():
                     if name[0] != "_" or name == "__call__":
-                        if type(value) in (classmethod, staticmethod):
-                            value = value.__func__
-                        if type(value) is FunctionType:
-                            self._function(value, f"{base.__name__}.{name}", name)
+                        self._member(base.__name__, name, value)
+
+    def _member(self, owner: str, name: str, value: Any) -> None:
+        """Of a class: a method, or something else."""
+        if type(value) in (classmethod, staticmethod):
+            value = value.__func__
+        if type(value) is FunctionType:
+            self._function(value, f"{owner}.{name}", name)
 
     def _constructor(self, cls: type, ours: Sequence[type]) -> None:
         """In the docstring of the class, which tools read, and in the constructor's own."""

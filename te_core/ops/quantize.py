@@ -199,7 +199,7 @@ def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None, column_sum: Tenso
 
 
 def amax_many(rt: Runtime, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
-    """The same of each of several tensors of one type, as float32 [n]."""
+    """Max |x| of each of several tensors of one type, as float32 [n]."""
     op, n = "amax_many", len(tensors)
     for t in tensors:
         _check.dense(op, "a tensor", t)

@@ -190,6 +190,9 @@ def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:
 
     For loaders that fill the tensors of `model.state_dict()` in place, or compare its keys, before the first forward.
     A recipe without a history needs no state: nothing is done. Materialise a model on the meta device first.
+
+    Raises:
+        ArgumentError: The recipe is none, or a module has no memory yet.
     """
     check_model("prepare_state", model)
     if not isinstance(recipe, Recipe):
@@ -229,6 +232,14 @@ def plain_state_dict(model: torch.nn.Module, dtype: torch.dtype | None = None) -
 
     Quantized parameters are dequantized. `dtype` is that of all floating-point entries but FP8 state, which stays
     float32; None keeps each one's own. An entry that needs no change is the model's own memory.
+
+    Returns:
+        A dict of plain tensors by name.
+
+    Example:
+        with te.quantized_model_init():
+            layer = te.Linear(64, 64, device="cpu")
+        state = te.plain_state_dict(layer, dtype=torch.bfloat16)
     """
     check_model("plain_state_dict", model)
     if dtype is not None and dtype not in FLOATS:

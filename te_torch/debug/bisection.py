@@ -359,6 +359,12 @@ def bisect(
     level: "gemm" switches the GEMMs of a layer one by one, "layer" all together. tolerance: what a good result may be
     off by, as a share (of the loss, or of the gradient of the worst parameter); None: what stands out of what healthy
     GEMMs lose is found.
+
+    Returns:
+        A printable `Bisection`.
+
+    Raises:
+        ArgumentError: An argument has a value that is not allowed, or no layer is chosen.
     """
     told = (lambda line: print(f"bisect: {line}", file=sys.stderr, flush=True)) if progress else lambda line: None
     if not callable(step_fn):

@@ -48,7 +48,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: L
 def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor
 ) -> None:
-    """The same by a scale on the device."""
+    """dst = src * scale of [src, dst] by a scale on the device; the flag becomes 1 where a source is not finite."""
     flag, factor = core(is_infinite.reshape(1)), core(scale.detach().reshape(1))
     for rt, some in _sorts("multi_tensor_scale_tensor", tensor_lists, (2,)):
         ops.scale_many(rt, [src for src, _ in some], [dst for _, dst in some], factor, flag=flag)
@@ -78,7 +78,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, inv_scale: torch.Tensor, per_tensor: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of the tensors times inv_scale."""
+    """(the norm of all tensors times inv_scale, float32 [1]; that of each with `per_tensor`, else an empty tensor)."""
     return _norms(tensor_lists[0], inv_scale, per_tensor)
 
 
@@ -104,7 +104,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """A step of [g, p, m, v] or [g, p, m, v, master]; mode 0: weight decay in the gradient, 1: AdamW."""
+    """A step of Adam of [g, p, m, v] or [g, p, m, v, master]; mode 0: weight decay in the gradient, 1: AdamW."""
     rule = AdamRule(lr, beta1, beta2, eps, weight_decay, step, mode == 1, bool(bias_correction))
     _adam("multi_tensor_adam", tensor_lists, (4, 5), rule)
 
@@ -112,7 +112,7 @@ def multi_tensor_adam(
 def multi_tensor_adam_param_remainder(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *numbers: Any, **named: Any
 ) -> None:
-    """The same of [g, p, m, v, int16 remainder] with p in bfloat16."""
+    """A step of Adam of [g, p, m, v, int16 remainder] with p in bfloat16."""
     multi_tensor_adam(chunk_size, noop_flag, tensor_lists, *numbers, **named)
 
 
@@ -130,7 +130,7 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """The same with lr and step on the device; gradients are multiplied by inv_scale; skipped where the flag is 1."""
+    """A step of Adam with lr and step on the device, skipped where the flag is 1; inv_scale multiplies gradients."""
     on_device = [core(t.detach().reshape(1)) for t in (lr, step, inv_scale, noop_flag)]
     rule = AdamRule(on_device[0], beta1, beta2, eps, weight_decay, on_device[1], mode == 1, bool(bias_correction))
     _adam(
@@ -155,7 +155,7 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """A step of [g, p, momentum], or with a copy of p in its own type behind them."""
+    """A step of SGD of [g, p, momentum], or with a copy of p in its own type behind them."""
     rule = SgdRule(lr, momentum, dampening, wd, nesterov, first_run, wd_after_momentum, scale)
     if not momentum:  # the buffers are not looked at
         tensor_lists = [*tensor_lists[:2], *tensor_lists[3:]]

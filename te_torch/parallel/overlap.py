@@ -122,6 +122,10 @@ def initialize_ub(
     """Say how GEMMs over ranks overlap with their communication: on all ranks, before the first forward.
 
     `shape` is [tokens, hidden] of the whole input, the most that overlaps. `docs/parallel.md` has all options.
+
+    Raises:
+        ArgumentError: A configuration that is not allowed.
+        UnsupportedError: There is no process group, or it was called before.
     """
     operation = "initialize_ub"
     if not (isinstance(shape, Sequence) and len(shape) == 2 and all(isinstance(n, int) and n > 0 for n in shape)):

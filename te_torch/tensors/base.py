@@ -237,7 +237,7 @@ class Quantizer:
         raise NotImplementedError(f"{type(self).__name__} has no ONNX form")
 
     def onnx_dequantize(self, tensor: Any) -> torch.Tensor:
-        """The way back in operators that ONNX knows."""
+        """The values of what `onnx_quantize` gave, in operators that ONNX knows."""
         raise NotImplementedError(f"{type(self).__name__} has no ONNX form")
 
     def _value(self) -> tuple[Any, ...]:
@@ -362,7 +362,7 @@ def restore_from_saved(
 
 
 def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
-    """The same from an autograd context with `tensor_objects`, which is let go of."""
+    """What was saved in an autograd context with `tensor_objects`, which is let go of."""
     objects = ctx.tensor_objects
     if objects is None:
         raise AttributeError("ctx.tensor_objects: restored already, or never set")

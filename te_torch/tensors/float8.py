@@ -452,7 +452,7 @@ class _PerTensor(Quantizer):
         )
 
     def onnx_dequantize(self, tensor: Any) -> torch.Tensor:
-        """The way back in operators that ONNX knows."""
+        """The values of what `onnx_quantize` gave, in operators that ONNX knows."""
         kind = torch.float8_e4m3fn if self.dtype is DType.kFloat8E4M3 else torch.float8_e5m2
         return (tensor._data.view(kind).float() * tensor._scale_inv).to(tensor.dtype)
 

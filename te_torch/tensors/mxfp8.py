@@ -156,7 +156,7 @@ class MXFP8Quantizer(Quantizer):
         return self._made(tensor, None)
 
     def onnx_dequantize(self, tensor: Any) -> torch.Tensor:
-        """The way back."""
+        """The values of what `onnx_quantize` gave."""
         return tensor.dequantize()
 
     def is_requantization_safe(self) -> bool:

@@ -130,6 +130,12 @@ def moe_unpermute(
     With map_type "index" weights are float32 [tokens, top k]; without them nothing is added: row k * tokens + t of the
     result is copy k of token t, zeros if it was dropped. `restore_shape` (mask) is the shape of the result. `probs` is
     the older name of merging_probs.
+
+    Returns:
+        The tokens [tokens, features].
+
+    Raises:
+        ArgumentError: The map, the weights and the rows do not fit together.
     """
     op, by = "moe_unpermute", either(EAGER, TRACED)
     if probs is not None:
@@ -176,7 +182,7 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorte
 def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and probs [rows] in the same order."""
+    """inp's rows in chunks of `split_sizes`, and probs [rows], in the order of `sorted_index`."""
     op, by = "moe_sort_chunks_by_index_with_probs", either(EAGER, TRACED)
     _check_tensors(op, inp=inp, probs=probs, split_sizes=split_sizes, sorted_index=sorted_index)
     if probs.shape[:1] != inp.shape[:1] or probs.numel() != inp.shape[0]:

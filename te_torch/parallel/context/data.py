@@ -165,7 +165,7 @@ def thd_sequence_order_to_cp_rank_order(
 def thd_cp_rank_order_to_sequence_order(
     x: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, seq_dim: int = 0
 ) -> torch.Tensor:
-    """The inverse: tokens of all ranks behind one another, as an all-gather brings them -> sequence order."""
+    """Tokens of all ranks behind one another, as an all-gather brings them -> a packed tensor in sequence order."""
     op = "thd_cp_rank_order_to_sequence_order"
     return x.index_select(seq_dim, _inverse(_rank_order(op, x, cu_seqlens, cp_size, seq_dim)))
 

@@ -90,6 +90,13 @@ def make_graphed_callables(
     clone_param_grads_on_return=False: gradients of parameters are handed out in the graph's own memory.
     _reuse_graph_input_output_buffers: microbatches that never overlap in `_order` share static inputs and outputs.
     capture_time_hooks: for each module {kind: {id: hook(module)}}, called in warm-up and capture, outside of graphs.
+
+    Raises:
+        ArgumentError: Samples, modules or the schedule do not fit together.
+        UnsupportedError: There is no GPU, or a module cannot be captured.
+
+    Returns:
+        The module, a tuple of the modules, or with `_order` a tuple of functions.
     """
     given = arguments.newer({k: v for k, v in locals().items() if k in _PRECISION})
     found = arguments.check_modules(modules)

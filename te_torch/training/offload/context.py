@@ -38,6 +38,22 @@ def get_cpu_offload_context(
     `retain_pinned_cpu_buffers` keeps the host's buffers, for which shapes may not change.
 
     The older order (enabled, num_layers, offload_activations, offload_weights) is known by its third argument.
+
+    Returns:
+        (context, sync_fn), or (context, sync_fn, ManualOffloadSynchronizer) with `manual_synchronization`.
+
+    Raises:
+        ArgumentError: Numbers of layers or flags do not fit together.
+
+    Example:
+        layers = torch.nn.ModuleList(te.Linear(64, 64, device="cpu") for _ in range(3))
+        context, sync = te.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=3)
+        x = torch.randn(32, 64, requires_grad=True)
+        for layer in layers:
+            with context:
+                x = layer(x)
+            x = sync(x)
+        x.sum().backward()
     """
     if isinstance(model_layers, bool):
         offload_weights, offload_activations = bool(offload_activations), model_layers
