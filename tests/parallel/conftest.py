@@ -30,8 +30,7 @@ OVER_FOUR = pytest.param((4, "cuda"), id=FOUR_GPUS, marks=requires_gpus(4, ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    said = "four_ranks(**parameters): cases that `make test-more` runs with four ranks, `make gpu` on four GPUs; the rest"
-    said += " of them has --full"
+    said = "four_ranks(**parameters): cases run on four GPUs, and with `make test-more` on four ranks; others: --full"
     config.addinivalue_line("markers", said)
 
 
@@ -49,7 +48,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", params=[*GLOO, pytest.param((2, "cuda"), id="2 GPUs", marks=NCCL), OVER_FOUR])
 def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
-    """Two gloo ranks, four of them, and NCCL on two GPUs and four: four where a test is marked `four_ranks`, or --full."""
+    """Two gloo ranks, or GPUs by NCCL, and four of each (where a test is marked `four_ranks`, or --full)."""
     return ranks_of(*request.param)
 
 
