@@ -110,6 +110,11 @@ BENCHMARKS = {
                  "nccl us", "one_shot us", "two_shot us"),
         ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,
     ),
+    "four": Benchmark(
+        columns=("case", "recipe", "mode", "ranks", "ms", "speed-up", "communication ms", "hidden", "predicted ms",
+                 "of_predicted", "failed"),
+        ratio="speed-up", reference="tokens a second, 1 = one GPU", on_cpu=True,
+    ),
     "overlap": Benchmark(
         columns=("case", "recipe", "method", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
                  "plain idle ms", "idle ms", "M, K, N", "whole ms", "halves ms", "copy ms", "halves and copy ms"),

@@ -77,7 +77,7 @@ def of_two(found: Callable[[str], list[harness.Row]]) -> list[harness.Row]:
     if kind == "cuda" and harness.gpus() < parallel.WORLD:
         print(f"overlap: skipped, it needs {parallel.WORLD} GPUs and there is one")
         return []
-    return parallel.spawned(kind, found)
+    return list(parallel.spawned(kind, found))
 
 
 def cases(kind: str) -> list[harness.Row]:
@@ -101,7 +101,7 @@ def cases(kind: str) -> list[harness.Row]:
 def initialised(size: dict[str, int], cfgs: dict[str, Any]) -> Iterator[None]:
     """Between `initialize_ub` and `destroy_ub`, for both modes."""
     modes = [te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8]
-    te.initialize_ub([size["tokens"], size["hidden"]], parallel.WORLD, quantization_modes=modes, ub_cfgs=cfgs)
+    te.initialize_ub([size["tokens"], size["hidden"]], dist.get_world_size(), quantization_modes=modes, ub_cfgs=cfgs)
     yield
     te.destroy_ub()
     harness.free()
@@ -163,7 +163,7 @@ def work_of(size: dict[str, int], recipe: Recipe | None, kind: str, **flags: boo
     """A step of a rank's part of the layer."""
     group = dist.group.WORLD
     layer = parallel.build(size, kind, set_parallel_mode=True, sequence_parallel=True, tp_group=group, **flags)
-    return parallel.step(layer, recipe, size["tokens"] // parallel.WORLD, size["hidden"], kind)
+    return parallel.step(layer, recipe, size["tokens"] // dist.get_world_size(), size["hidden"], kind)
 
 
 def in_turns(works: Sequence[harness.Work], kind: str) -> list[list[float]]:

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,12 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_torch.parallel import communicator
 from te_torch.parallel.symmetric import symmetric_sum
 
-WORLD = 2
+WORLD = 2  # ranks, unless another number is asked for
+ROWS = "rows"  # the file's name in which ranks leave them, one a line
 RECIPES: dict[str, Recipe | None] = {"bf16": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
 SIZES: dict[str, dict[str, int]] = {
     "cuda": {"hidden": 8192, "ffn": 28672, "heads": 64, "groups": 8, "tokens": 8192},
-    "cpu": {"hidden": 64, "ffn": 96, "heads": 4, "groups": 2, "tokens": 64},
+    "cpu": {"hidden": 64, "ffn": 128, "heads": 4, "groups": 4, "tokens": 64},
 }
 ROUNDS, STEPS = 7, 4  # rounds whose median counts, and steps in each
 SUMS = (8, 64, 512, 4096, 32768)  # KiB
@@ -55,7 +57,7 @@ def measure() -> list[harness.Row]:
     if kind == "cuda" and harness.gpus() < WORLD:
         print(f"parallel: skipped, it needs {WORLD} GPUs and there is one")
         return []
-    return spawned(kind)
+    return list(spawned(kind))
 
 
 def cases(kind: str) -> list[harness.Row]:
@@ -64,35 +66,48 @@ def cases(kind: str) -> list[harness.Row]:
     return rows + ([summed(kib) for kib in SUMS] if kind == "cuda" else [])
 
 
-def spawned(kind: str, found: Callable[[str], list[harness.Row]] = cases) -> list[harness.Row]:
-    """The rows that a function gives on rank 0 of processes that meet in a file; all of them call it."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
+def spawned(
+    kind: str, found: Callable[[str], Iterable[harness.Row]] = cases, world: int = WORLD, seconds: float = 3600
+) -> Iterator[harness.Row]:
+    """The rows that a function gives on rank 0 of processes that meet in a file; all of them call it.
+
+    Where a rank fails, or the time is over, all are ended: the rows that were there come before the error.
+    """
+    failed: Exception | None = None
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_rank, args=(i, kind, folder, results, found)) for i in range(WORLD)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
-    rows: list[harness.Row] = results.get()
-    return rows
+        ranks: Any = torch.multiprocessing.spawn(_rank, (kind, folder, found, world), nprocs=world, join=False)
+        end = time.monotonic() + seconds
+        try:
+            while not ranks.join(timeout=1):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{world} ranks did not end within {seconds:.0f} s")
+        except Exception as error:  # of whatever kind a rank has raised
+            failed = error
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+        written = Path(folder, ROWS)
+        rows = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+    yield from rows
+    if failed is not None:
+        raise failed
 
 
-def _rank(number: int, kind: str, folder: str, results: Any, found: Callable[[str], list[harness.Row]]) -> None:
-    """One process: the rows of rank 0 go into `results`."""
+def _rank(number: int, kind: str, folder: str, found: Callable[[str], Iterable[harness.Row]], world: int) -> None:
+    """One process: rank 0 writes each row when it has it."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if kind == "cuda":
         torch.cuda.set_device(number)
     else:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=number, world_size=WORLD)
-    rows = found(kind)
-    if number == 0:
-        results.put(rows)
+    store = dist.FileStore(f"{folder}/store", world)
+    given: dict[str, Any] = {"store": store, "rank": number, "world_size": world, "timeout": timedelta(seconds=120)}
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", **given)
+    for row in found(kind):
+        if number == 0:
+            with Path(folder, ROWS).open("a") as file:
+                file.write(json.dumps(row) + "\n")
     dist.barrier()
     dist.destroy_process_group()
     leave()
@@ -116,10 +131,8 @@ def case(name: str, recipe: Recipe | None, kind: str) -> harness.Row:
         "ms": both,
         "speed-up": one / both,
         "MiB a step": sum(sizes) / 2**20,
+        **(traced(work) if kind == "cuda" else {}),
     }
-    if kind == "cuda":
-        spent, hidden = traced(work)
-        row |= {"communication ms": spent, "hidden": hidden}
     harness.free()
     return row
 
@@ -237,9 +250,10 @@ def counted() -> Iterator[list[int]]:
         communicator.GroupCommunicator._begin = plain  # type: ignore[method-assign]
 
 
-def traced(work: harness.Work) -> tuple[float, float]:
-    """(milliseconds of communication in one step, the share of it that is hidden)."""
-    return communication(trace(work))
+def traced(work: harness.Work) -> harness.Row:
+    """Of one step: the time of communication, and the share of it that is hidden."""
+    spent, hidden = communication(trace(work))
+    return {"communication ms": spent, "hidden": hidden}
 
 
 def trace(work: harness.Work) -> list[dict[str, Any]]:
@@ -259,14 +273,9 @@ def trace(work: harness.Work) -> list[dict[str, Any]]:
 
 
 def communication(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
-    """The same of a trace's events."""
-    ours: list[Interval] = []
-    others: list[Interval] = []
-    for event in events:
-        if event.get("cat") == "kernel":
-            span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-            (ours if NCCL in event["name"].lower() else others).append(span)
-    return sum(stop - start for start, stop in ours) / 1e3, share(ours, others)
+    """(milliseconds of communication in a trace, the share of it that is hidden)."""
+    travels, computes = spans(events)
+    return sum(stop - start for start, stop in travels) / 1e3, share(travels, computes)
 
 
 def shown(events: Iterable[dict[str, Any]]) -> float:

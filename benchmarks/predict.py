@@ -221,6 +221,20 @@ def large(record: Record, recipe: str, figures: list[Figure]) -> tuple[Layer, fl
     return Layer(one, both - shows, shows), sent(size, recipe != "bf16") / spent
 
 
+def gathered_of_a_weight(nbytes: float, ranks: int, shape: Shape, layers: int) -> float:
+    """Bytes that a gather moves for each weight, of those that a rank sends in a step."""
+    return nbytes * ranks / GATHERS / (layers * shape.weights)
+
+
+def products_of(measured: float, nbytes: float, shape: Shape, layers: int, machine: Machine) -> float | None:
+    """Seconds of a layer's products, of a step over two shards; None if its communication shows."""
+    ranks = sharded.RANKS
+    gather, reduce = (collective(n * shape.weights, ranks, ranks, machine) for n in (nbytes, GRADIENT))
+    update = machine.update * shape.weights * layers / ranks / machine.memory
+    products = (measured - gather - reduce - update) / layers
+    return None if products / 3 < gather or products * 2 / 3 < gather + reduce else products
+
+
 def small(
     record: Record, shape: Shape, machine: Machine, recipe: str, column: str, figures: list[Figure]
 ) -> tuple[Layer, float]:
@@ -231,13 +245,11 @@ def small(
         record.figure(recipe, column, sharded.LARGE) / 1e3,
         record.figure(recipe, bytes_column, sharded.LARGE) * 2**20,
     )
-    nbytes = gathered * sharded.RANKS / GATHERS / (layers * shape.weights)
+    nbytes = gathered_of_a_weight(gathered, sharded.RANKS, shape, layers)
     if shown == "bf16" and abs(nbytes / 2 - 1) > 0.01:
         raise LackingError(f"{record.path.name}: {nbytes:.3g} bytes gathered of a weight in bf16: not {sharded.LARGE}")
-    gather, reduce = (collective(n * shape.weights, sharded.RANKS, sharded.RANKS, machine) for n in (nbytes, GRADIENT))
-    update = machine.update * shape.weights * layers / sharded.RANKS / machine.memory
-    products = (measured - gather - reduce - update) / layers
-    if products / 3 < gather or products * 2 / 3 < gather + reduce:
+    products = products_of(measured, nbytes, shape, layers, machine)
+    if products is None:
         raise LackingError(
             f"{record.path.name}: in {shown} communication shows on two ranks: no time of products in it"
         )

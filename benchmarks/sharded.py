@@ -12,15 +12,12 @@ into `SECONDS` is left out and said to be.
 
 from __future__ import annotations
 
-import gc
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -28,8 +25,7 @@ import torch
 import torch.distributed as dist
 
 import te_torch as te
-from benchmarks import harness
-from examples.ranks import leave
+from benchmarks import harness, parallel
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from te_torch.exchange import ALL_GATHER
 
@@ -74,7 +70,7 @@ CASES = (
 #: By device: layers, then hidden, ffn, heads, groups and tokens a rank.
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {LARGE: (8, 4096, 14336, 32, 8, 8192), SMALL: (4, 4096, 4096, 32, 32, 1024)},
-    "cpu": {LARGE: (2, 256, 512, 4, 2, 32), SMALL: (1, 256, 256, 4, 4, 16)},
+    "cpu": {LARGE: (2, 512, 512, 4, 4, 32), SMALL: (1, 256, 256, 4, 4, 16)},
 }
 
 
@@ -188,8 +184,9 @@ def over(begin: float, seconds: float, device: torch.device) -> bool:
     return float(passed.item()) > seconds
 
 
-def all_rows(cases: list[Case], device: torch.device, begin: float, seconds: float) -> Iterator[harness.Row]:
-    """A row a case. The bf16 models are made once each, and stay."""
+def all_rows(kind: str, cases: tuple[Case, ...], begin: float, seconds: float) -> Iterator[harness.Row]:
+    """A row a case, on every rank. The bf16 models are made once each, and stay."""
+    device = torch.device(kind)
     plain: dict[Case, Built] = {}
     for case in cases:
         if over(begin, seconds, device):
@@ -198,31 +195,11 @@ def all_rows(cases: list[Case], device: torch.device, begin: float, seconds: flo
         base = Case(case.model, "bf16", fused=case.fused)
         if base not in plain:
             plain[base] = build(base, device)
-        yield measured(case, plain[base], device)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def on_a_rank(rank: int, folder: str, kind: str, cases: list[Case], begin: float, seconds: float) -> None:
-    """All cases on one rank; the first writes the rows."""
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=RANKS)
-    rows = []
-    for row in all_rows(cases, device, begin, seconds):
-        rows.append(row)
-        if rank == 0:
+        row = measured(case, plain[base], device)
+        if dist.get_rank() == 0:
             print(f"{time.time() - begin:6.1f} s  {harness.label(row)}", flush=True)
-    if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
-    leave()
+        yield row
+        harness.free()
 
 
 def measure(cases: tuple[Case, ...] = CASES) -> list[harness.Row]:
@@ -230,11 +207,8 @@ def measure(cases: tuple[Case, ...] = CASES) -> list[harness.Row]:
     kind = "cuda" if harness.gpus() >= RANKS else "cpu"
     if harness.gpu() and kind == "cpu":
         return [{"case": f"needs {RANKS} GPUs"}]
-    begin = time.time()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(on_a_rank, (folder, kind, list(cases), begin, SECONDS), nprocs=RANKS)
-        rows: list[harness.Row] = json.loads(Path(folder, "rows.json").read_text())
-    return rows
+    rows = partial(all_rows, cases=cases, begin=time.time(), seconds=SECONDS)
+    return list(parallel.spawned(kind, rows, RANKS))
 
 
 if __name__ == "__main__":

@@ -24,28 +24,31 @@ def ranks_of() -> Iterator[Callable[[int, str], Ranks]]:
 
 
 NCCL = requires_gpus(2, ranks=True)
-FOUR = "4 ranks"
+FOUR, FOUR_GPUS = "4 ranks", "4 GPUs"
 GLOO = [pytest.param((2, "cpu"), id="2 ranks"), pytest.param((4, "cpu"), id=FOUR)]
+OVER_FOUR = pytest.param((4, "cuda"), id=FOUR_GPUS, marks=requires_gpus(4, ranks=True))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    said = "four_ranks(**parameters): cases that `make test-more` runs with four ranks; the rest of them has --full"
+    said = "four_ranks(**parameters): cases run on four GPUs, and with `make test-more` on four ranks; others: --full"
     config.addinivalue_line("markers", said)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Four ranks show what two do, but for groups of several ranks: `make test-more` runs the cases chosen for them."""
-    if isinstance(item, pytest.Function) and hasattr(item, "callspec") and FOUR in item.callspec.id.split("-"):
-        given = item.callspec.params
+    named = item.callspec.id.split("-") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else []
+    if FOUR in named or FOUR_GPUS in named:
+        given = item.callspec.params  # type: ignore[attr-defined]
         chosen = any(
             all(given[name] == value for name, value in mark.kwargs.items()) for mark in item.iter_markers("four_ranks")
         )
-        item.add_marker("more" if chosen else "full")
+        if FOUR in named or not chosen:
+            item.add_marker("more" if chosen else "full")
 
 
-@pytest.fixture(scope="module", params=[*GLOO, pytest.param((2, "cuda"), id="2 GPUs", marks=NCCL)])
+@pytest.fixture(scope="module", params=[*GLOO, pytest.param((2, "cuda"), id="2 GPUs", marks=NCCL), OVER_FOUR])
 def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
-    """Two gloo ranks, four of them (where a test is marked `four_ranks`, or --full), and NCCL on two GPUs."""
+    """Two gloo ranks, or GPUs by NCCL, and four of each (where a test is marked `four_ranks`, or --full)."""
     return ranks_of(*request.param)
 
 
@@ -67,3 +70,9 @@ def pair(ranks_of: Callable[[int, str], Ranks]) -> Ranks:
 def two(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
     """Two ranks, over gloo and over NCCL."""
     return ranks_of(2, request.param)
+
+
+@pytest.fixture(scope="module", params=[GLOO[1], OVER_FOUR])
+def four(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
+    """Four ranks, over gloo and over NCCL, for groups of two; the test is marked `four_ranks`."""
+    return ranks_of(*request.param)

@@ -11,9 +11,10 @@ A test's file holds what the ranks do as functions at its top level, and a test 
         assert ranks.run(everyones_sum, 5.0) == [5.0 * ranks.world] * ranks.world
 
 The fixtures are in tests/parallel/conftest.py: `ranks` runs a test with two gloo ranks on the CPU, with four, and with
-NCCL on two GPUs; `two` leaves out the four, `gloo_ranks` the GPUs; `pair` is two gloo ranks alone, for what depends
-neither on their number nor on the device; `ranks_of` gives any others. With four ranks `make test-more` runs the tests
-marked `four_ranks` (or their cases with the parameters that the mark names), `make test-full` all.
+NCCL on two GPUs and on four; `two` leaves out the four, `four` the two, `gloo_ranks` the GPUs; `pair` is two gloo ranks
+alone, for what depends neither on their number nor on the device; `ranks_of` gives any others. With four ranks
+`make test-more`, and with four GPUs `make gpu`, runs the tests marked `four_ranks` (or their cases with the parameters
+that the mark names), `make test-full` all.
 
 Where GPUs are fewer than ranks, they are shared (`make gpu-ranks`): to NCCL each rank is then on a host of its own, and
 what it sends goes through sockets.

@@ -114,10 +114,12 @@ def test_on_another_device(
     check(ranks_of(2, first), ranks_of(2, second), name, quantized, str(tmp_path))
 
 
-@pytest.mark.more
+@pytest.mark.four_ranks
 @some(TO_FEWER, ("current", True))
-def test_of_four_ranks_on_two(ranks_of: Callable[..., Ranks], name: Any, quantized: bool, tmp_path: Any) -> None:
-    check(ranks_of(4, "cpu"), ranks_of(2, "cpu"), name, quantized, str(tmp_path))
+def test_of_four_ranks_on_two(
+    four: Ranks, ranks_of: Callable[..., Ranks], name: Any, quantized: bool, tmp_path: Any
+) -> None:
+    check(four, ranks_of(2, four.device), name, quantized, str(tmp_path))
 
 
 @on_both

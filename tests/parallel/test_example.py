@@ -61,6 +61,16 @@ def test_a_mesh_of_several_dimensions(arguments: tuple[str, ...]) -> None:
     assert found[-1] < found[0]
 
 
+@requires_gpus(4)
+@pytest.mark.parametrize("axis", ["--tp", "--replicas"])
+def test_a_mesh_over_nccl(axis: str) -> None:
+    """Weights held in FP8, in two shards: of two tensor-parallel parts each, and of two replicas."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    options = ("--quantized", "--recipe", "delayed", "--steps", "3", axis, "2")
+    found = losses(run(4, "train_llama", *options, CUDA_VISIBLE_DEVICES=seen))
+    assert found[-1] < found[0]
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_tensor_parallel(ranks: int) -> None:

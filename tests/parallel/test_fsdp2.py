@@ -160,12 +160,12 @@ def hybrid(rank: Rank, name: str | None, quantized: bool) -> list[Any]:
     return [outputs, [plain(p) for p in model.parameters()]]
 
 
-@pytest.mark.more
+@pytest.mark.four_ranks
 @cases(("current", True))
-def test_a_mesh_of_two_dimensions(ranks_of: Callable[..., Ranks], name: str | None, quantized: bool) -> None:
+def test_a_mesh_of_two_dimensions(four: Ranks, name: str | None, quantized: bool) -> None:
     """Two replicas of two shards each: ranks 0 and 2 hold the same shard."""
-    found = ranks_of(4, "cpu").run(hybrid, name, quantized)
-    wanted = train(build(name, quantized, "cpu"), name, range(4), "cpu")
+    found = four.run(hybrid, name, quantized)
+    wanted = train(build(name, quantized, four.device), name, range(4), four.device)
     for a, b in ((0, 2), (1, 3)):
         assert all(torch.equal(p, q) for p, q in zip(found[a][1], found[b][1], strict=True))
     last = torch.cat([outputs[-1] for outputs, _ in found])

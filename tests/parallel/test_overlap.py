@@ -81,10 +81,11 @@ def test_a_call_beyond_the_capacity_runs_plain(pair: Ranks) -> None:
         assert said["fc2_fprop"] == said["fc2_dgrad"] == said["fc1_dgrad"] == said["fc1_fprop"]
 
 
-@pytest.mark.more
-def test_two_groups_of_two(ranks_of: Any) -> None:
-    for found, said in ranks_of(4).run(in_groups_of_two):
-        assert found == math.inf and said["fc1_fprop"].startswith("overlapped by ring_exchange, in 2 parts")
+@pytest.mark.four_ranks
+def test_two_groups_of_two(four: Ranks) -> None:
+    for found, said in four.run(in_groups_of_two):
+        assert found >= (math.inf if four.device == "cpu" else AGREES[False])
+        assert said["fc1_fprop"].startswith("overlapped by ring_exchange, in 2 parts")
 
 
 @pytest.mark.parametrize("how", ["mlp again", "row, wgrad later", "checkpoint", "mlp"])

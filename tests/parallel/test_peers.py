@@ -69,11 +69,12 @@ def test_a_rank_that_dies_ends_the_wait(two: Ranks) -> None:
         assert "0 has waited in vain for 1" in error and "results since then are NaN" in error
 
 
-@pytest.mark.more
-def test_two_groups_of_two(ranks_of: Any) -> None:
+@pytest.mark.four_ranks
+def test_two_groups_of_two(four: Ranks) -> None:
     """Of ranks that are no neighbours."""
-    for found, said in ranks_of(4).run(in_two_groups):
-        assert found == math.inf and said["fc1_fprop"] == "overlapped by ring_exchange, in 2 parts, through peer memory"
+    for found, said in four.run(in_two_groups):
+        assert found >= (math.inf if four.device == "cpu" else AGREES[False])
+        assert said["fc1_fprop"] == "overlapped by ring_exchange, in 2 parts, through peer memory"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_communication_that_shows() -> None:
 
 @pytest.mark.more
 def test_overlap_is_measured_without_a_gpu() -> None:
-    rows = parallel.spawned("cpu", overlap.cases) + parallel.spawned("cpu", overlap_defaults.cases)
+    rows = [*parallel.spawned("cpu", overlap.cases), *parallel.spawned("cpu", overlap_defaults.cases)]
     assert {(row["recipe"], row["method"]) for row in rows} == {
         (r, m)
         for m in (*overlap.METHODS, "default")
