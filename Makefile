@@ -91,7 +91,7 @@ gpu-interpreted: gpu  ## on a GPU machine: what `make test-interpreted` runs, wi
 gpu-ranks: export TE_TESTS_RANKS_SHARE = 1
 gpu-ranks: PICKED = tests/parallel -k "GPUs or first_forward_in_a_capture or update_in_a_graph" --dist loadfile
 gpu-ranks: BENCH =
-gpu-ranks: gpu  ## on a machine with one GPU: the tests of ranks over NCCL, two of which share it, with a record of its own
+gpu-ranks: gpu  ## on a machine with one GPU: the tests of ranks over NCCL, which share it, with a record of its own
 
 clean:  ## remove what was built and cached (.venv stays)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
