@@ -1,14 +1,32 @@
-"""A Llama of 1.1 billion parameters trained on one GPU: milliseconds a step, tokens a second, utilization, peak memory.
+"""A Llama of 1.1 billion parameters trained on one GPU: what a step costs with torch's parts and with this package's.
 
-A step is forward, backward and AdamW. Each recipe's model takes its steps interpreted and with its layers' calls
-replayed (te_core/tape) in turns; the utilization (MFU) is of the bf16 peak of an H200, whatever the recipe.
+A step is forward, backward and AdamW; parameters and moments are in bf16, without masters. `parts` says what of it is
+te_torch's: nothing but the layers (torch's cross entropy on logits in float32, torch's fused AdamW), or te's
+linear_cross_entropy (`loss`) and FusedAdam (`optimizer`), too. One more row has the layers' weights in FP8
+(quantized_model_init) and float32 masters beside them. The models of a recipe take their steps in turns in one process.
+
+    python -m benchmarks.run end_to_end
+    END_TO_END_PARTS=loss,loss+optimizer END_TO_END_RECIPES=block python -m benchmarks.run end_to_end
+
+As environment variables say, the second command measures block scaling alone, with a row for the loss without the
+optimizer, so that the rows tell what each part brings.
+
+- `of_torch's`: time of a step, 1 = with torch's parts. `of_before`: 1 = the step at 5669511 on an H100 (2026-11-26).
+- `peak GiB`: all that is asked for at the peak of a step, of this model alone. `held GiB`: what its weights and its
+  optimizer hold between steps; `predicted GiB`: the same, by formats and numbers of elements.
+- The columns from `products` to `other` are milliseconds of kernels in one step (benchmarks/kernel_groups.py).
+- The utilization (MFU) is of the bf16 peak of an H100, whatever the recipe.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +35,17 @@ import torch.nn.functional as F
 
 import te_torch as te
 from benchmarks import harness
+from benchmarks.kernel_groups import by_group
 from benchmarks.modules import BF16, LINEAR_RECIPES, RECIPES
-from benchmarks.replay import INTERPRETED, REPLAYED, restored
 from te_core.tape import taped
 
 WARM, ROUNDS, STEPS = 5, 3, 4  # steps before any is measured; turns, and steps of each
-PEAK = 989e12  # bf16 FLOP/s of an H200
-#: Milliseconds of a step before calls were replayed. Runs differ by 2 %.
-BEFORE = {"bf16": 220, "delayed": 163, "current": 176, "block": 186}
+PEAK = 989e12  # bf16 FLOP/s of an H100
+#: Milliseconds of a step at 5669511 on an H100, with torch's parts; of it, what a step shall take; GiB at most.
+BEFORE = {"bf16": 227.8, "delayed": 172.5, "current": 185.2, "block": 195.7}
+TARGETS = {"delayed": 0.95, "current": 0.94, "block": 0.86}
+MOST_GIB = 26.0
+LOSS, OPTIMIZER = PARTS = ("loss", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -46,11 +67,16 @@ class Size:
         return self.batch * self.sequence
 
 
+#: Without a GPU.
+SMALL = Size(layers=1, hidden=64, inside=128, heads=4, groups=2, words=256, batch=2, sequence=128)
+
+
 class Llama(torch.nn.Module):
     """Embedding, layers, norm and head."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, own_loss: bool = False) -> None:
         super().__init__()
+        self.own_loss = own_loss
         place: Any = {"dtype": torch.bfloat16, "device": harness.device()}
         self.embed = torch.nn.Embedding(size.words, size.hidden, **place)
         self.layers = torch.nn.ModuleList(
@@ -82,6 +108,8 @@ class Llama(torch.nn.Module):
         x = self.embed(words)
         for layer in self.layers:
             x = layer(x, rotary_pos_emb=self.angles)
+        if self.own_loss:
+            return te.linear_cross_entropy(self.norm(x), self.head.weight, following)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), following.flatten())
 
 
@@ -91,75 +119,132 @@ def flops(model: Llama, size: Size) -> float:
     return size.tokens * (6 * weights + 12 * size.layers * size.hidden * size.sequence / 2)
 
 
-def train(size: Size, name: str) -> harness.Row:
-    """Steps of one recipe, both ways in turns."""
-    torch.manual_seed(0)
-    recipe, model = RECIPES[name], Llama(size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=harness.gpu())
-    words = torch.randint(0, size.words, (size.batch, size.sequence + 1), device=harness.device())
-    losses = []
+class Training:
+    """A model, its optimizer, and what was found of its steps."""
 
-    def step() -> None:
+    def __init__(self, size: Size, recipe: str, parts: Sequence[str], masters: bool = False) -> None:
+        torch.manual_seed(0)
+        self.size, self.recipe, self.masters = size, recipe, masters
+        self.name = (", ".join(parts) or "torch's") + (", FP8 weights" if masters else "")
+        with te.quantized_model_init(recipe=RECIPES[recipe]) if masters else nullcontext():
+            self.model = Llama(size, LOSS in parts)
+        common: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+        moments = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+        self.optimizer: torch.optim.Optimizer = (
+            te.optimizers.FusedAdam(self.model.parameters(), **common, **moments, master_weights=masters)
+            if OPTIMIZER in parts
+            else torch.optim.AdamW(self.model.parameters(), **common, fused=harness.gpu())
+        )
+        self.words = torch.randint(0, size.words, (size.batch, size.sequence + 1), device=harness.device())
+        self.losses: list[torch.Tensor] = []
+        self.times: list[float] = []
+
+    def step(self) -> None:
+        """One step."""
+        recipe = RECIPES[self.recipe]
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            loss = model(words[:, :-1], words[:, 1:])
+            loss = self.model(self.words[:, :-1], self.words[:, 1:])
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss.detach())
 
-    ways: dict[str, list[float]] = {INTERPRETED: [], REPLAYED: []}
-    peaks = {}
-    for turn in range(ROUNDS + 1):
-        for way, times in ways.items():
-            taped.set_when(way)
-            if not turn:
-                for _ in range(WARM):
-                    step()
-                peaks[way] = peak_gib(step)
-            else:
-                times.append(wall_ms(step))
-    before, now = (statistics.median(times) for times in ways.values())
-    row: harness.Row = {"case": "Llama 1.1B" if size == Size() else "a small Llama", "recipe": name}
-    row |= {"interpreted ms": before, "ms": now, "of_interpreted": now / before, "tokens/s": size.tokens / now * 1e3}
-    row |= {"MFU": flops(model, size) / now * 1e3 / PEAK, "interpreted peak GiB": peaks[INTERPRETED]}
-    row |= {"peak GiB": peaks[REPLAYED], "first loss": losses[0].item(), "last loss": losses[-1].item()}
-    if size == Size():
-        row |= {"target": f"{BEFORE[name]} ms", "ok": now <= 1.02 * BEFORE[name]}
-    return row
+    def turn(self) -> None:
+        """Some steps, which follow one another, and what one of them took."""
+        harness.wait()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            self.step()
+        harness.wait()
+        self.times.append((time.perf_counter() - start) / STEPS * 1e3)
+
+    def held(self) -> int:
+        """Bytes of the weights and of the optimizer's tensors."""
+        tensors: list[Any] = list(self.model.parameters())
+        for state in self.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(part.nbytes for tensor in tensors for part in stored(tensor))
+
+    def predicted(self) -> int:
+        """The same by formats, without scales: a weight in bf16 or FP8, two moments in bf16, a float32 master."""
+        return sum(p.numel() * ((1 if quantized(p) else 2) + 4 + 4 * self.masters) for p in self.model.parameters())
+
+    def peak(self, beside: int) -> float:
+        """GiB at the peak of a step, without what others hold.
+
+        What torch counts as allocated has the ends of blocks in it that it does not divide; what was asked for has not.
+        """
+        if not harness.gpu():
+            return float("nan")
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        return (int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - beside) / 2**30
+
+    def row(self, today: float, beside: int) -> harness.Row:
+        """What was found, beside the milliseconds of a step with torch's parts and the bytes that others hold."""
+        full, ms = self.size == Size(), statistics.median(self.times)
+        row: harness.Row = {"case": "Llama 1.1B" if full else "a small Llama", "recipe": self.recipe}
+        row |= {"parts": self.name, "ms": ms, "of_torch's": ms / today}
+        row |= {"of_before": ms / BEFORE[self.recipe]} if full else {}
+        row |= {"tokens/s": self.size.tokens / ms * 1e3, "MFU": flops(self.model, self.size) / ms * 1e3 / PEAK}
+        row |= {"peak GiB": self.peak(beside), "held GiB": self.held() / 2**30}
+        row |= {"predicted GiB": self.predicted() / 2**30}
+        row |= by_group(harness.trace(self.step)) if harness.gpu() else {}
+        row |= {"first loss": self.losses[0].item(), "last loss": self.losses[-1].item()}
+        if full and self.name == ", ".join(PARTS) and self.recipe in TARGETS:
+            row["target"] = f"{TARGETS[self.recipe]} of_before, {MOST_GIB} GiB"
+            row["ok"] = row["of_before"] <= TARGETS[self.recipe] and row["peak GiB"] <= MOST_GIB
+        return row
 
 
-def wall_ms(step: harness.Work) -> float:
-    """Of a step, where steps follow one another."""
-    harness.wait()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    harness.wait()
-    return (time.perf_counter() - start) / STEPS * 1e3
+def quantized(tensor: torch.Tensor) -> bool:
+    """Whether its values are stored in FP8."""
+    return isinstance(tensor, te.QuantizedTensor)
 
 
-def peak_gib(step: harness.Work) -> float:
-    """All that is asked for at the peak of a step: weights, gradients and the optimizer's numbers too.
+def stored(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors of a tensor: itself, or the parts of a quantized one."""
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if quantized(tensor) else [tensor]
 
-    What torch counts as allocated has the ends of blocks in it that it does not divide, by what was freed before: some
-    MiB that differ by whether a recipe's steps are taken first interpreted or first replayed.
-    """
-    if not harness.gpu():
-        return float("nan")
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return torch.cuda.memory_stats()["requested_bytes.all.peak"] / 2**30
+
+def asked(name: str, usual: str, allowed: Sequence[str]) -> list[list[str]]:
+    """What an environment variable lists: words with plus signs between them, in turn with commas between them."""
+    found = [[w for w in one.split("+") if w] for one in os.environ.get(name, usual).replace(" ", "").split(",")]
+    if wrong := {word for words in found for word in words} - set(allowed):
+        raise ValueError(f"{name} has {', '.join(sorted(wrong))} in it: choose from {', '.join(allowed)}")
+    return found
+
+
+def train(size: Size, recipe: str, ways: Sequence[Sequence[str]]) -> list[harness.Row]:
+    """A row for torch's parts, for each way, and for FP8 weights, all in turns."""
+    trainings = [Training(size, recipe, parts) for parts in ((), *ways)]
+    if RECIPES[recipe] is not None:
+        trainings.append(Training(size, recipe, PARTS, masters=True))
+    for training in trainings:
+        for _ in range(WARM):
+            training.step()
+    for _ in range(ROUNDS):
+        for training in trainings:
+            training.turn()
+    held = sum(training.held() for training in trainings)
+    today = statistics.median(trainings[0].times)
+    return [training.row(today, held - training.held()) for training in trainings]
 
 
 def measure(size: Size | None = None) -> list[harness.Row]:
-    """All recipes, with a line for each as it is found."""
-    begin = time.perf_counter()
-    rows = []
-    with restored():
-        for name in LINEAR_RECIPES:
-            rows.append(train(size or Size(), name))
-            harness.free()
-            print(f"{time.perf_counter() - begin:6.1f} s  {harness.table(rows[-1:])}", flush=True)
+    """All recipes, with the lines of each as they are found. A recipe that fails costs no other's figures."""
+    begin, rows = time.perf_counter(), []
+    ways = asked("END_TO_END_PARTS", "+".join(PARTS), PARTS)
+    for name in (n for (n,) in asked("END_TO_END_RECIPES", ",".join(LINEAR_RECIPES), LINEAR_RECIPES)):
+        try:
+            found = train(size or (Size() if harness.gpu() else SMALL), name, ways)
+        except Exception as error:
+            traceback.print_exc()
+            found = [{"case": "Llama 1.1B", "recipe": name, "reason": repr(error)[:200], "ok": False}]
+        rows += found
+        taped.forget()
+        harness.free()
+        print(f"{time.perf_counter() - begin:6.1f} s\n{harness.table(found)}", flush=True)
     return rows
 
 

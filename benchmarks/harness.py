@@ -17,6 +17,7 @@ import platform
 import re
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -133,6 +134,19 @@ def peak_mib(work: Work) -> float:
     resting = torch.cuda.memory_allocated()
     work()
     return (torch.cuda.max_memory_allocated() - resting) / 2**20
+
+
+def trace(work: Work) -> list[Row]:
+    """The events of torch's profiler on the device during one run."""
+    wait()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        wait()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events: list[Row] = json.loads(path.read_text())["traceEvents"]
+    return events
 
 
 def wait() -> None:

@@ -13,14 +13,11 @@ computed again they lie in backward, at the gradients of all layers, which offlo
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,15 +181,7 @@ def measure(cases: Sequence[Case] = CASES) -> list[harness.Row]:
 def profiled(work: Callable[[], None]) -> float:
     """The overlap of one run of the work."""
     work()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        work()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        return overlap(json.loads(path.read_text())["traceEvents"])
+    return overlap(harness.trace(work))
 
 
 def overlap(events: Iterable[dict[str, Any]]) -> float:

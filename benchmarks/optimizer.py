@@ -15,7 +15,7 @@ import torch
 import te_torch as te
 from benchmarks import harness
 from benchmarks.catalogue import BENCHMARKS
-from benchmarks.end_to_end import Llama, Size
+from benchmarks.end_to_end import SMALL, Llama, Size
 from benchmarks.modules import RECIPES
 from te_torch import optimizers as opt
 
@@ -36,7 +36,7 @@ FORMATS: dict[str, tuple[dict[str, Any], int]] = {
 
 def _model() -> Llama:
     """A smaller one without a GPU."""
-    return Llama(Size() if harness.gpu() else Size(layers=1, hidden=64, inside=128, heads=4, groups=2, words=256))
+    return Llama(Size() if harness.gpu() else SMALL)
 
 
 def measure() -> Iterator[harness.Row]:

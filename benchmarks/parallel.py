@@ -16,7 +16,6 @@ On a CPU: the same over gloo at a small size, to show that it works.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -258,17 +257,12 @@ def traced(work: harness.Work) -> harness.Row:
 
 def trace(work: harness.Work) -> list[dict[str, Any]]:
     """What a profiler has seen of the device in one step."""
+    events: list[dict[str, Any]] = []
     for _ in range(2):  # a profiler's first start takes a while, another one on each rank: NCCL's kernels would wait
         work()
         harness.wait()
         dist.barrier()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            work()
-            harness.wait()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+        events = harness.trace(work)
     return events
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.catalogue import BENCHMARKS
+from benchmarks.kernel_groups import GROUPS
 
 
 def draw_record(record: dict[str, Any], path: Path) -> bool:
@@ -16,6 +17,8 @@ def draw_record(record: dict[str, Any], path: Path) -> bool:
         return _curves(record, path)
     if record["name"] == "endurance":
         return _memory(record, path)
+    if record["name"] == "end_to_end" and any(GROUPS[0] in row for row in record["rows"]):
+        return _stacks(record, path)
     spec = BENCHMARKS[record["name"]]
     return _bars(record, path, spec.ratio, spec.reference)
 
@@ -45,6 +48,34 @@ def _bars(record: dict[str, Any], path: Path, ratio: str, reference: str) -> boo
         path.parent.mkdir(parents=True, exist_ok=True)
         options = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
         figure.savefig(path, **options)
+        plt.close(figure)
+    return True
+
+
+def _stacks(record: dict[str, Any], path: Path) -> bool:
+    """A bar for every step, of its kernels by group; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in record["rows"] if GROUPS[0] in row]
+    with matplotlib.rc_context({"svg.hashsalt": record["name"], "svg.fonttype": "none"}):
+        figure, axes = plt.subplots(figsize=(9, 1.6 + 0.3 * len(rows)), layout="constrained")
+        ends = [0.0] * len(rows)
+        for color, group in zip(plt.get_cmap("tab10").colors, GROUPS, strict=True):
+            widths = [row[group] for row in rows]
+            axes.barh(range(len(rows)), widths, left=ends, height=0.7, label=group, color=color)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        axes.set_yticks(range(len(rows)), [f"{row['recipe']}: {row['parts']}" for row in rows], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel(BENCHMARKS[record["name"]].reference)
+        axes.set_title(f"{record['name']}, {record['about']['device']}, {record['time'][:10]}", fontsize=10)
+        figure.legend(fontsize=8, loc="outside lower center", ncols=5)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
         plt.close(figure)
     return True
 

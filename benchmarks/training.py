@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks import harness
+from benchmarks.optimizer import FORMATS
 from examples.gpt import GPT
 from examples.settings import TEXT, Settings
 from examples.training import PLAIN_BLOCKS, Text, Trainer
 from te_core.recipe import Float8BlockScaling, Float8CurrentScaling, Format, QParams, Recipe
+from te_torch.optimizers import FusedAdam
 
 WITHIN = {"nvfp4": 0.025}  # of bf16's loss; 1 % for the others
 CHECKED = ("delayed", "current", "block", "mxfp8", "nvfp4")
@@ -81,7 +84,14 @@ def frozen(name: str) -> Recipe | None:
 
 
 def train(
-    size: Size, recipe: str, seed: int, text: Text, device: torch.device, freeze: bool = False, everywhere: bool = False
+    size: Size,
+    recipe: str,
+    seed: int,
+    text: Text,
+    device: torch.device,
+    freeze: bool = False,
+    everywhere: bool = False,
+    optimizer: Callable[..., Any] = FusedAdam,
 ) -> harness.Row:
     """One training run as a row: its last loss, its held-out loss, all its losses."""
     start = time.perf_counter()
@@ -93,6 +103,7 @@ def train(
         recipe=frozen(recipe) if freeze else None,
         before_backward=freeze_delayed if freeze and recipe == "delayed" else None,
         plain_blocks=0 if everywhere else None,
+        optimizer=optimizer,
     )
     trainer.train()
     held_out = trainer.held_out_loss()
@@ -151,6 +162,54 @@ def measure(
             if recipe in PLAIN_BLOCKS:
                 rows.append(shown(train(size, recipe, seed, text, device, everywhere=True), bf16, size))
     return rows + [verdict(rows, recipe) for recipe in dict.fromkeys(r["recipe"] for r in rows) if recipe != "bf16"]
+
+
+# ------------------------------------------------------------------------------------------- the optimizer's formats
+
+
+class TorchAdamW(torch.optim.AdamW):
+    """torch's own, whose gradients are multiplied before."""
+
+    def step(self, closure: Any = None, *, grad_scale: torch.Tensor | None = None) -> Any:
+        """One step."""
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.mul_(1.0 if grad_scale is None else grad_scale)
+        return super().step(closure)
+
+
+def fused_adam(groups: list[dict[str, Any]], **options: Any) -> FusedAdam:
+    """FusedAdam on the parameters as they are; with masters on parameters in bf16, their masters' rounding."""
+    optimizer = FusedAdam(groups, **options)
+    if optimizer.master_weights:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            exact = p.data
+            p.data = exact.to(torch.bfloat16)
+            optimizer.initialize_state(p)
+            if not optimizer.store_param_remainders:
+                optimizer.set_scaled_state(p, "master_param", exact)
+    return optimizer
+
+
+def compare_optimizers(
+    recipe: str, size: Size | None = None, device: torch.device | None = None, formats: Sequence[str] = tuple(FORMATS)
+) -> list[harness.Row]:
+    """A row for each format of FusedAdam's state: its last loss, 1 = torch's AdamW on float32 parameters, the mean over
+    the seeds. They are as close as a recipe's loss has to be to bf16's."""
+    device = device or harness.device()
+    size, text = size or SIZES[device.type], Text(TEXT, device)
+    ratios: dict[str, list[float]] = {name: [] for name in formats}
+    for seed in size.seeds:
+        run = partial(train, size, recipe, seed, text, device)
+        torchs = run(optimizer=TorchAdamW)["last loss"]
+        for name, found in ratios.items():
+            found.append(run(optimizer=partial(fused_adam, **FORMATS[name][0]))["last loss"] / torchs)
+            print(f"{recipe}, {name}, seed {seed}: last loss {found[-1] - 1:+.2%} of torch's {torchs:.4f}", flush=True)
+    rows: list[harness.Row] = []
+    for name, found in ratios.items():
+        mean = sum(found) / len(found)
+        ok = abs(mean - 1) <= WITHIN.get(recipe, 0.01)
+        rows.append({"case": f"FusedAdam, {name}", "recipe": recipe, "of_torch's": mean, "ok": ok})
+    return rows
 
 
 if __name__ == "__main__":

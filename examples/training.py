@@ -52,7 +52,8 @@ def mean_loss(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class Trainer:
-    """A model in training. `before_backward(model)` may interfere between forward and backward."""
+    """A model in training. `before_backward(model)` may interfere between forward and backward; an optimizer of another
+    kind takes `step(grad_scale=factor)`, too."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Trainer:
         recipe: Recipe | None = None,
         before_backward: Callable[[GPT], None] | None = None,
         plain_blocks: int | None = None,  # None: as PLAIN_BLOCKS says
+        optimizer: Callable[..., Any] = te.optimizers.FusedAdam,
     ) -> None:
         self.settings, self.text, self.device = settings, text, device
         self.recipe = recipe if recipe is not None else RECIPES[settings.recipe]
@@ -72,7 +74,7 @@ class Trainer:
         self.model = GPT(config, device)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim <= 1]  # biases and norms do not decay
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = optimizer(
             [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
             lr=settings.rate,
             betas=(0.9, 0.95),
@@ -95,8 +97,8 @@ class Trainer:
         if self.before_backward is not None:
             self.before_backward(self.model)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        _, factor = te.optimizers.clip_by_norm(self.model.parameters(), 1.0)
+        self.optimizer.step(grad_scale=factor)
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 

@@ -14,6 +14,7 @@ import torch
 import te_torch as te
 from benchmarks import attention, end_to_end, harness, modules, players, replay
 from benchmarks.catalogue import BENCHMARKS
+from benchmarks.kernel_groups import GROUPS
 from benchmarks.modules import BF16, Case
 from te_core.tape import taped
 
@@ -126,13 +127,38 @@ def test_what_cannot_be_had_costs_no_other_figure(
 def test_a_small_llama_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WARM", "ROUNDS", "STEPS"):
         monkeypatch.setattr(end_to_end, name, 1)
-    monkeypatch.setattr(end_to_end, "LINEAR_RECIPES", ("bf16", "delayed"))
-    size = end_to_end.Size(2, 64, 96, 4, 2, 50, 2, 8)
-    rows = end_to_end.measure(size)
-    assert [row["recipe"] for row in rows] == ["bf16", "delayed"]
+    monkeypatch.setenv("END_TO_END_RECIPES", "bf16,delayed")
+    monkeypatch.setenv("END_TO_END_PARTS", "loss, loss + optimizer")
+    rows = end_to_end.measure(end_to_end.Size(2, 64, 96, 4, 2, 50, 2, 8))
+    ways = ["torch's", "loss", "loss, optimizer"]
+    assert [(row["recipe"], row["parts"]) for row in rows] == [
+        *(("bf16", way) for way in ways),
+        *(("delayed", way) for way in (*ways, "loss, optimizer, FP8 weights")),
+    ]
     for row in rows:
         assert row["tokens/s"] == pytest.approx(16 / row["ms"] * 1e3) and row["last loss"] < row["first loss"]
-    assert {key for row in rows for key in row} >= set(BENCHMARKS["end_to_end"].columns) - {"target", "ok"}
+        torchs = next(r for r in rows if r["recipe"] == row["recipe"])
+        assert row["first loss"] == pytest.approx(torchs["first loss"], rel=0.01)
+        assert row["last loss"] == pytest.approx(torchs["last loss"], rel=0.02)
+        # Not predicted: scales, and torch's counts of steps.
+        assert row["held GiB"] == pytest.approx(row["predicted GiB"], rel=0.01)
+    shown = {key for row in rows for key in row} | set(GROUPS)
+    assert shown >= set(BENCHMARKS["end_to_end"].columns) - {"of_before", "target", "ok"}
+
+
+def test_one_recipe_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(size: end_to_end.Size, recipe: str, ways: Any) -> list[harness.Row]:
+        if recipe == "bf16":
+            raise RuntimeError("out of memory")
+        return [{"case": "found", "recipe": recipe}]
+
+    monkeypatch.setattr(end_to_end, "train", train)
+    rows = end_to_end.measure()
+    assert not rows[0]["ok"] and "out of memory" in rows[0]["reason"]
+    assert [row["case"] for row in rows[1:]] == ["found"] * 3
+    monkeypatch.setenv("END_TO_END_PARTS", "loss+head")
+    with pytest.raises(ValueError, match="END_TO_END_PARTS has head in it: choose from loss, optimizer"):
+        end_to_end.measure()
 
 
 def test_the_billion() -> None:

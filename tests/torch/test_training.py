@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from benchmarks import training
+from benchmarks.optimizer import FORMATS
 from examples import train_gpt
 from examples.settings import TEXT, Settings
 from examples.training import Text, Trainer, read_checkpoint
+from te_torch.optimizers import FusedAdam
 from tests.backends import devices, more_without_gpu, requires_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +56,33 @@ def test_the_training_check() -> None:
     """300 steps, three seeds, hidden 256."""
     rows = training.measure()
     assert [row["recipe"] for row in rows if not row["ok"]] == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("recipe", ["none", *training.CHECKED])
+@pytest.mark.parametrize("device", devices())
+def test_every_format_of_state_trains_as_torchs_adamw(recipe: str, device: str, one_thread: None) -> None:
+    """300 steps from three seeds on a GPU, 60 steps from one on a CPU."""
+    rows = training.compare_optimizers(recipe, device=torch.device(device))
+    assert [row for row in rows if not row["ok"]] == [] and len(rows) == len(FORMATS)
+
+
+def test_a_step_of_every_format_of_state_is_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """Six steps of a tiny model in bf16: losses so close that another learning rate shows."""
+    text = tmp_path / "short.txt"  # the loss of all that is held out takes most of the time
+    text.write_bytes(TEXT.read_bytes()[:3000])
+    monkeypatch.setattr(training, "TEXT", text)
+    size = training.Size(dataclasses.replace(SMALL, rate=3e-3), (0,), 1, 0.0)
+    rows = training.compare_optimizers("none", size, torch.device("cpu"))
+    assert [row["case"] for row in rows] == [f"FusedAdam, {name}" for name in FORMATS]
+    for row in rows:
+        assert row["ok"] and row["of_torch's"] == pytest.approx(1, abs=5e-4), row
+    monkeypatch.setattr(training, "FusedAdam", lambda groups, **options: FusedAdam(groups, eps=1.0, **options))
+    (slow,) = training.compare_optimizers("none", size, torch.device("cpu"), ["moments bf16"])
+    assert not slow["ok"] and slow["of_torch's"] < 1.1
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "none"])
