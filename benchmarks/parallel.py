@@ -16,6 +16,7 @@ On a CPU: the same over gloo at a small size, to show that it works.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
