@@ -11,7 +11,8 @@ linear_cross_entropy (`loss`) and FusedAdam (`optimizer`), too. One more row has
 As environment variables say, the second command measures block scaling alone, with a row for the loss without the
 optimizer, so that the rows tell what each part brings.
 
-- `of_torch's`: time of a step, 1 = with torch's parts. `of_before`: 1 = the step at 5669511 on an H100 (2026-11-26).
+- `of_torch's`: time of a step, 1 = with torch's parts. `of_before`: 1 = the step at 5669511 on an H100 (2026-11-26);
+  an H100 alone is compared and judged.
 - `peak GiB`: all that is asked for at the peak of a step, of this model alone. `held GiB`: what its weights and its
   optimizer hold between steps; `predicted GiB`: the same, by formats and numbers of elements.
 - The columns from `products` to `other` are milliseconds of kernels in one step (benchmarks/kernel_groups.py).
@@ -183,15 +184,16 @@ class Training:
     def row(self, today: float, beside: int) -> harness.Row:
         """What was found, beside the milliseconds of a step with torch's parts and the bytes that others hold."""
         full, ms = self.size == Size(), statistics.median(self.times)
+        comparable = full and "H100" in harness.device_name()
         row: harness.Row = {"case": "Llama 1.1B" if full else "a small Llama", "recipe": self.recipe}
         row |= {"parts": self.name, "ms": ms, "of_torch's": ms / today}
-        row |= {"of_before": ms / BEFORE[self.recipe]} if full else {}
+        row |= {"of_before": ms / BEFORE[self.recipe]} if comparable else {}
         row |= {"tokens/s": self.size.tokens / ms * 1e3, "MFU": flops(self.model, self.size) / ms * 1e3 / PEAK}
         row |= {"peak GiB": self.peak(beside), "held GiB": self.held() / 2**30}
         row |= {"predicted GiB": self.predicted() / 2**30}
         row |= by_group(harness.trace(self.step)) if harness.gpu() else {}
         row |= {"first loss": self.losses[0].item(), "last loss": self.losses[-1].item()}
-        if full and self.name == ", ".join(PARTS) and self.recipe in TARGETS:
+        if comparable and self.name == ", ".join(PARTS) and self.recipe in TARGETS:
             row["target"] = f"{TARGETS[self.recipe]} of_before, {MOST_GIB} GiB"
             row["ok"] = row["of_before"] <= TARGETS[self.recipe] and row["peak GiB"] <= MOST_GIB
         return row
