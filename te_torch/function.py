@@ -429,7 +429,7 @@ def _options_with(extra: Extra, call: Call, weights: Sequence[torch.Tensor | Non
 def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
     main = accumulate = None
     if extra.fused:
-        main = main_grad_of(weight)
+        main = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
         if not _takes(main, weight):
             raise _no_main_grad(main, weight)
         accumulate = extra.first_microbatch is not True and not getattr(weight, "overwrite_main_grad", False)
@@ -437,11 +437,6 @@ def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
         return None
     queue = None if extra.queue is None else extra.queue[index]
     return Sink(None if main is None else in_place(main), bool(accumulate), queue)
-
-
-def main_grad_of(weight: torch.Tensor) -> Any:
-    """Where a weight wants its gradient, if it says so."""
-    return weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
 
 
 def _takes(main: Any, weight: torch.Tensor) -> bool:

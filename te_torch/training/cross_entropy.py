@@ -20,7 +20,7 @@ from te_core.precision import Precision
 from te_core.recipe import Recipe, resolve
 from te_core.tensor import Tensor
 from te_torch.doors import never_traced
-from te_torch.function import main_grad_of, refuse_double_backward, stand_in_gradient
+from te_torch.function import refuse_double_backward, stand_in_gradient
 from te_torch.parallel.communicator import GroupCommunicator
 from te_torch.parallel.groups import group_of
 from te_torch.quantized import QuantizedTorch
@@ -272,7 +272,7 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dty
 
 def _weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of the weight, or what stands for it where it went into `main_grad`."""
-    main = main_grad_of(weight)
+    main = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
     if main is None:
         return _times(gradient, factor, weight.dtype)
     if main.shape != weight.shape or not main.is_floating_point() or main.device != weight.device:

@@ -22,7 +22,7 @@ BOUNDS = {
     "kernels.compiler._headers": "header files",
     "layers.attention._parts": "1024, the least recently used goes",
     "layers.overlap_choice.measured": "one table",
-    "layers.overlap_choice.fastest": "1024, the least recently used goes",
+    "described._done": "classes and functions of the packages",
     "layers.context.sides.planned": "1024, the least recently used goes",
     "libraries._handles": "libraries",
     "naming._renamed": "our classes",

@@ -386,7 +386,7 @@ runtime.destroy()
 
 def test_a_host_that_ends_or_has_sub_interpreters() -> None:
     ran(sys.executable, "-c", HOST, "ends", TE_C_BUILD=str(built()))
-    if sys.version_info[:2] <= (3, 12):
+    if sys.version_info[:2] <= (3, 11):  # later ones load no ctypes in sub-interpreters, which asks here
         ran(sys.executable, "-c", HOST, "sub", timeout=20, TE_C_BUILD=str(built()))
 
 
