@@ -132,6 +132,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(keep)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = keep
+    _begin_with_long_ones(items)
+
+
+def _begin_with_long_ones(items: list[pytest.Item]) -> None:
+    """Long tests stand first in what test processes begin with: else one process ends long after the others."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
+    places = sorted(i % count * len(items) // count + i // count for i in range(len(long)))
+    for place, item in zip(places, long, strict=True):
+        others.insert(place, item)
+    items[:] = others
 
 
 def pytest_collection_finish() -> None:

@@ -23,6 +23,7 @@ CAPTURED = "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_gra
 
 
 @requires_cuda
+@pytest.mark.long
 @pytest.mark.parametrize(
     "file, flags", [*((file, "") for file in FILES), (BY_C, APART), (BY_C, CAPTURED)],
     ids=[*FILES, "by_c apart", "by_c captured"],

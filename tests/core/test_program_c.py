@@ -269,6 +269,7 @@ def test_the_file_of_the_tests_in_c_is_of_this_format() -> None:
 
 
 @requires_cuda
+@pytest.mark.long
 def test_on_a_gpu(tmp_path: Path) -> None:
     """bindings/c/tests/on_gpu.py in small; by itself it needs no compiler, and has larger sizes."""
     built = tmp_path / "build"

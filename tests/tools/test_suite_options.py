@@ -12,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conftest import _shard
+from tests.conftest import _begin_with_long_ones, _shard
 from tests.tools.light_pytest import Light
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,3 +269,19 @@ def test_what_runs_again_without_replays() -> None:
     assert "TE_CORE_TAPES=never $(PY) -m pytest" in text and "\ngpu-interpreted: export TE_CORE_TAPES = never\n" in text
     plain = {name: value for name, value in os.environ.items() if name != "TE_CORE_TAPES"}
     assert shown_in([{**plain, "TE_CORE_TAPES": "never"}, plain], "taped.when()") == ["never", "first"]
+
+
+class _Item:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_closest_marker(self, mark: str) -> bool:
+        return mark == "long" and self.name == "long"
+
+
+def test_long_tests_begin_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four test processes begin with six tests each."""
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "4")
+    items: list[Any] = [_Item("long" if 7 <= i < 12 else "quick") for i in range(24)]
+    _begin_with_long_ones(items)
+    assert [i for i, item in enumerate(items) if item.name == "long"] == [0, 1, 6, 12, 18]
