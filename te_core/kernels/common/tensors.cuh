@@ -24,7 +24,18 @@ template <int N, class T> __device__ __forceinline__ void write_piece(T* p, cons
 #pragma unroll
     for (int i = 0; i < N; i += WIDE) {
         Vec<T, WIDE> v;
-        if constexpr (sizeof(T) > 1) {
+        if constexpr (sizeof(T) == 2 && WIDE % 2 == 0) {  // as one access: the compiler may store halves or words apart
+            u32 words[WIDE / 2];
+#pragma unroll
+            for (int j = 0; j < WIDE; j += 2) {
+                const Vec<T, 2> pair = {from_float<T>(f[i + j]), from_float<T>(f[i + j + 1])};
+                memcpy(&words[j / 2], &pair, 4);
+            }
+            typename Bits<WIDE * 2>::type whole;
+            memcpy(&whole, words, sizeof whole);
+            __stwb(reinterpret_cast<typename Bits<WIDE * 2>::type*>(p + i), whole);
+            continue;
+        } else if constexpr (sizeof(T) > 1) {
 #pragma unroll
             for (int j = 0; j < WIDE; ++j) v[j] = from_float<T>(f[i + j]);
         } else if constexpr (N % 4 == 0) {
