@@ -127,7 +127,12 @@ def test_the_one_with_the_library(wheel: Path, tmp_path: Path, arch: str) -> Non
     example = [str(wheels.C / "examples" / "play.c"), str(library), "-ldl", "-lpthread"]
     subprocess.run([*compiler, *example, "-o", str(play)], check=True)
     subprocess.run([*compiler, "-fPIC", "-shared", str(wheels.C / "tests" / "stub.c"), "-o", str(stub)], check=True)
-    env = {"LD_LIBRARY_PATH": str(library.parent), "TE_LIBCUDA": str(stub), "TE_LIBCUBLASLT": str(stub), "TE_LIBCUDNN": str(stub)}
+    env = {
+        "LD_LIBRARY_PATH": str(library.parent),
+        "TE_LIBCUDA": str(stub),
+        "TE_LIBCUBLASLT": str(stub),
+        "TE_LIBCUDNN": str(stub),
+    }
     done = subprocess.run(
         [str(play), str(wheels.C / "tests" / "linear.te")], env=env, capture_output=True, text=True, cwd=tmp_path
     )
