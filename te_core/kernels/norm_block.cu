@@ -21,7 +21,7 @@ typedef DTYPE T;
 typedef BlockShape<T> Shape;
 typedef BlockCast<FORMAT, TILED, ROWWISE, COLUMNWISE, COLUMN_SUM, ALIGNED> Delivered;
 constexpr int V = Shape::V;
-constexpr int MIN_BLOCKS = Shape::RESIDENT - (KIND == LAYER);  // gamma and beta take registers
+constexpr int MIN_BLOCKS = KIND == LAYER ? Shape::RESIDENT * 2 / 3 : Shape::RESIDENT;  // gamma and beta take registers
 
 struct Normed {
     static constexpr int OUTPUTS = 1, OPERANDS = 1;

@@ -35,6 +35,7 @@ _ONE = np.float32(1)
 _INFINITY = np.uint32(0x7F800000)
 
 
+@np.errstate(all="ignore")
 def quantize_block(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     ex, values = scratch(rt), x.numpy()
@@ -51,7 +52,9 @@ def deliver_blocks(ex: Executor, values: Array, cast: Cast, out: QuantizedTensor
     m, k = values.shape
     for data, scales, columnwise in copies:
         if data is not None and scales is not None:
-            _fill_padding(data.numpy().view(np.uint8), scales.numpy(), (k, m) if columnwise else (m, k), source_type, cast)
+            _fill_padding(
+                data.numpy().view(np.uint8), scales.numpy(), (k, m) if columnwise else (m, k), source_type, cast
+            )
     for tile in _tiles(m, k):
         source = values[tile]
         part = codec.decode(ex, source, ex.floats("block tile", *source.shape))

@@ -6,7 +6,7 @@ which the contract keeps for it, and their partial maxima; the second is `quanti
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, STAGE_BYTES, THREADS, multiprocessors, run_cast, tiling
 from te_core.backends.cuda.quantize_block import TILE_ARGS, run_tiles, tile_constants
@@ -29,7 +29,7 @@ def _run(rt: Runtime, spec: ActivationSpec, operands: ActivationOperands, backwa
     x, dy, out, cast, q, column_sum = operands
     cols = width // (1 + gated)  # of the activation's output, half of a gated x
     aligned = not spec.alignment and cols % (16 // dtype.itemsize) == 0
-    kind = {"KIND": spec.plain.upper(), "GATED": gated, "BACKWARD": backward}
+    kind: dict[str, Any] = {"KIND": spec.plain.upper(), "GATED": gated, "BACKWARD": backward}
     if cast is not None and cast.format.scaling == "block":
         constants = {**kind, **tile_constants(cast.key, dtype, column_sum is not None), "ALIGNED": aligned, "BLOCKS": 1}
         kernel = loader.get(rt, "activation", entry="activation_block", args=_BLOCK_ARGS, **constants)

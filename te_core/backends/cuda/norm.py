@@ -52,7 +52,7 @@ _BRANCH_ARGS = "ppppiif"
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """One launch, after which a cast follows if there are `partials`, and the `tiles` of block scaling. `scratch`: bytes
+    """One launch, after which a cast follows if there are `partials`, or the `tiles` of block scaling. `scratch`: bytes
     for a row-wise copy that nobody wants.
     """
 

@@ -1,7 +1,7 @@
 """FP8 with block scales (1x128 pieces, 128x128 tiles), and back, on CUDA.
 
-One launch makes both copies, of a matrix or of what a norm or activation computes (`run_tiles`). Column sums add a small
-one that adds up the partial sums of the tiles in a fixed order.
+One launch makes both copies, of a matrix or of what a norm or activation computes (`run_tiles`). Column sums add a
+small one that adds up the partial sums of the tiles in a fixed order.
 """
 
 from __future__ import annotations
