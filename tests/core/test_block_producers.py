@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from te_core import dtypes, ops
+from te_core.layers import mlp
+from te_core.layers.product import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
 from te_core.ops.norm import Branch
 from te_core.quantized import Cast, Format, QuantizedTensor
+from te_core.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from te_core.runtime import Runtime
 from tests.core.covering_lists import covering_lists
-from tests.core.face import Right, tensor
+from tests.core.face import Right, layer_specs, tensor
 from tests.core.fake_cuda import Machine
 from tests.core.inputs import DTYPES, FP8, placed, poisoned, values
 from tests.core.test_cuda_launches import launched
@@ -152,6 +156,39 @@ def test_no_launch_of_their_own(machine: Machine) -> None:
     other = dtypes.float32 if x.dtype is not dtypes.float32 else dtypes.bfloat16
     separate = ["norm_forward", "quantize_block"]
     assert kernels(ops.norm_forward, x, gain, None, out_dtype=other, **norm) == separate
+
+
+#: The kernels of an MLP's forward and backward, weights first: gemms, sums and norm_backward left out.
+OF_AN_MLP = [
+    (
+        Float8BlockScaling(),
+        ["norm_forward", "norm_block", "quantize_block", "quantize_block", "activation_block"],
+        ["quantize_block", "activation_block"],
+    ),
+    (
+        Float8CurrentScaling(),
+        ["norm_forward", "quantize", "amax", "quantize", "amax", "quantize", "activation", "quantize"],
+        ["amax", "quantize", "activation", "quantize"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("recipe", "forward", "backward"), OF_AN_MLP)
+def test_casts_of_an_mlp(machine: Machine, recipe: Recipe, forward: list[str], backward: list[str]) -> None:
+    """What the MLP computes itself is cast on its way, or in current scaling its maximum found; dy is cast once."""
+    rt = machine.runtime()
+    spec = layer_specs(recipe)["mlp"]
+    without_bias = LinearSpec(spec.fc1.dtype, spec.fc1.precision, Needs(True, True, False))
+    options = {"spec": replace(spec, fc1=without_bias, fc2=without_bias)}
+    x, vector, w1, w2 = tensor(rt, 32, 32), tensor(rt, 32), tensor(rt, 48, 32), tensor(rt, 32, 48)
+    call = Right(mlp.forward, (rt, x, vector, vector, w1, None, w2, None), options)
+
+    def casts(call: Right) -> list[str]:
+        return [name for name in launched(machine, call) if not name.startswith(("gemm", "norm_backward"))]
+
+    assert casts(call) == forward
+    _, saved = call.run()
+    assert casts(Right(mlp.backward, (rt, x, None, None, saved), options)) == backward
 
 
 def test_the_sum_is_what_tiles_are_made_of(machine: Machine) -> None:
