@@ -125,8 +125,7 @@ def activation_backward(
     column_sum: Tensor | None = None,
 ) -> tuple[Tensor | None, QuantizedTensor | None]:
     """(dx, quantized): dx has the shape and dtype of x. `column_sum` is set to the column sums of the rounded dx."""
-    # Blocks lie across both halves of a gated one's gradient where these are not whole blocks.
-    if cast is not None and is_apart(cast, keep, in_blocks=kind not in GATED or x.shape[1] % (2 * BLOCK["block"]) == 0):
+    if cast is not None and is_apart(cast, keep, in_blocks=kind not in GATED or _halves_fit(x)):
         dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
@@ -142,6 +141,11 @@ def activation_backward(
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
     rt.backend.activation_backward(rt, spec, ActivationOperands(x, dy, dx, cast, q, column_sum))
     return (dx if cast is None or keep else None), q
+
+
+def _halves_fit(x: Tensor) -> bool:
+    """Whether a gradient's halves are whole blocks, and two tiles fit into any multiprocessor at once."""
+    return x.shape[1] % (2 * BLOCK["block"]) == 0 and x.dtype.itemsize == 2
 
 
 def _check_input(op: str, device: Device, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp | None) -> None:

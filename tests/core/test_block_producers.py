@@ -143,11 +143,13 @@ def test_no_launch_of_their_own(machine: Machine) -> None:
 
     x, wide, gain = tensor(rt, 256, 256), tensor(rt, 256, 512), tensor(rt, 256)
     norm: dict[str, Any] = {"kind": "RMSNorm", "eps": 1e-5}
+    two = tensor(rt, 256, 256, dtype=dtypes.bfloat16), tensor(rt, 256, 512, dtype=dtypes.bfloat16)
     assert kernels(ops.activation_forward, wide, "swiglu") == ["activation_block"]
     assert kernels(ops.activation_forward, wide, "swiglu", keep=True) == ["activation", "quantize_block"]
-    assert kernels(ops.activation_backward, x, wide, "swiglu") == ["activation_block"]
+    assert kernels(ops.activation_backward, *two, "swiglu") == ["activation_block"]
+    assert kernels(ops.activation_backward, x, wide, "swiglu") == ["activation", "quantize_block"]
     assert kernels(ops.activation_backward, x, x, "gelu", column_sum=gain) == ["activation_block", "column_sum"]
-    half = tensor(rt, 256, 192), tensor(rt, 256, 384)
+    half = tensor(rt, 256, 192, dtype=dtypes.bfloat16), tensor(rt, 256, 384, dtype=dtypes.bfloat16)
     assert kernels(ops.activation_backward, *half, "swiglu") == ["activation", "quantize_block"]
     assert kernels(ops.activation_forward, half[1], "swiglu") == ["activation_block"]
     assert kernels(ops.norm_forward, x, gain, None, **norm) == ["norm_forward", "norm_block"]

@@ -10,7 +10,7 @@
 // A block of threads takes one 128x128 tile of every output. A thread owns V = 16 / sizeof(T) neighbouring columns of
 // sixteen rows, as in common/fp8_tile.cuh, whose stores it shares. The values wait in shared memory, each thread's part
 // in places of its own, between the maxima and the cast. There the last OUTPUTS operands come by asynchronous copies that
-// hold no registers, so that six blocks (three of float or of two outputs) keep a multiprocessor's share of the memory
+// hold no registers, so that six blocks (of float or of two outputs three) keep a multiprocessor's share of the memory
 // busy; values take the places of what they are made of. The operands before come through registers, four rows at a
 // time. Sixteen lanes side by side cover 128 columns of 16-bit elements: four rows' maxima take five exchanges. Two lanes
 // below one another turn 32 rows, a whole sector of the transposed copy.
