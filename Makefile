@@ -36,7 +36,7 @@ env:  ## create or refresh .venv (every other target but gpu does it by itself)
 	@$(PYTHON) tools/setup_env.py
 
 train: env  ## train a small GPT in FP8 on the shipped text (ARGS="--help" lists its options)
-	STARTED_BY="make train" exec $(PY) examples/train_gpt.py $(ARGS)
+	STARTED_BY="make train" exec $(PY) -m te_cli train $(ARGS)
 
 test: env  ## run the tests of every change (ARGS="tests/core -k gemm" picks some)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
