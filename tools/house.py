@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # From low to high. A floor lists its rooms; `te_core.ops` stands for everything below that package.
 GROUND = (
     "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries c_library driver "
-    "described device recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols tokens"
+    "described deprecation device recipe recipe_fields errors env cache arguments naming spelling hints statistics "
+    "symbols tokens"
 )
 TORCH_GROUND = (
     "doors draws exchange export forks runtime quantized precisions program_names program_specs module_names likeness "

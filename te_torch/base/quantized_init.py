@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError
 from te_core.precision import Operand, Precision
 from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
@@ -78,7 +78,7 @@ def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Any:
     """The documented older name of `quantized_model_init`."""
-    warnings.warn("fp8_model_init is the older name of quantized_model_init", DeprecationWarning, stacklevel=2)
+    deprecated("fp8_model_init", "quantized_model_init")
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from te_core.deprecation import deprecated
 from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
@@ -69,7 +69,7 @@ class NormParameters(BaseModule):
 
     def reset_layer_norm_parameters(self) -> None:
         """The older way to initialise the norm's parameters alone."""
-        warnings.warn("reset_layer_norm_parameters: use reset_parameters", DeprecationWarning, stacklevel=2)
+        deprecated("reset_layer_norm_parameters", "reset_parameters")
         for name in ("layer_norm_weight", "layer_norm_bias"):
             if self._parameters.get(name) is not None:
                 self._initialise(name)

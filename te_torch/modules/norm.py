@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from te_core import env
+from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError
 from te_core.layers import norm as core
 from te_torch.autocast import Now
@@ -101,7 +101,7 @@ class _Norm(CallingModule):
             init(parameter)
 
     def _reset_by_older_name(self, name: str) -> None:
-        warnings.warn(f"{type(self).__name__}.{name}: use reset_parameters", DeprecationWarning, stacklevel=3)
+        deprecated(f"{type(self).__name__}.{name}", "reset_parameters", level=2)
         self.reset_parameters()
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _one_of_two(operation: str, name: str, value: Any, old_name: str, old: Any) 
         return value
     if value is not None:
         raise RuntimeError(f"{operation}: give {name} or its older name {old_name}, not both")
-    warnings.warn(f"{operation}: {old_name} is the older name of {name}", DeprecationWarning, stacklevel=3)
+    deprecated(f"{operation}: {old_name}", name, level=2)
     return old
 
 

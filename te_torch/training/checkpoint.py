@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tokens import enrolled, living
 from te_torch.autocast import Ran, Region, active, prepare_default
@@ -60,11 +61,8 @@ def checkpoint(
         y.sum().backward()
     """
     if _is_older_form(args):
-        warn(
-            "checkpoint: pass distribute_saved_activations, get_rng_state_tracker and tp_group by name",
-            DeprecationWarning,
-            2,
-        )
+        names = "distribute_saved_activations, get_rng_state_tracker and tp_group"
+        deprecated(f"checkpoint: {names} by position", "them by name")
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
     if not callable(function):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Recipe
 from te_torch.autocast import active, prepare_default
@@ -57,7 +57,7 @@ def newer(given: dict[str, Any]) -> dict[str, Any]:
                 raise ArgumentError(
                     OPERATION, f"both {old} and {new}", "one of the two, which are the same", f"leave {old} out"
                 )
-            warnings.warn(f"{OPERATION}: {old} is the older name of {new}", DeprecationWarning, stacklevel=3)
+            deprecated(f"{OPERATION}: {old}", new, level=2)
         found[new] = given[old] if given[new] is None else given[new]
     for name in ("calibrating", "cache_quantized_params"):
         if found[name] not in (None, True, False):
