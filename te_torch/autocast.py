@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from te_core import device
-from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from te_core.spelling import ArgumentNameError, name_error
 from te_torch import amax_reduction, shape_runs, updates
 from te_torch import state as scaling
 from te_torch.availability import current_device
+from te_torch.deprecation import deprecated
 from te_torch.export.mode import exporting
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of, recipe_of
 from te_torch.reruns import Read, Running, called, in_backward, may_run_again

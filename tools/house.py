@@ -17,12 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # From low to high. A floor lists its rooms; `te_core.ops` stands for everything below that package.
 GROUND = (
     "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries c_library driver "
-    "described deprecation device recipe recipe_fields errors env cache arguments naming spelling hints statistics "
-    "symbols tokens"
+    "described device recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols tokens"
 )
 TORCH_GROUND = (
-    "doors draws exchange export forks runtime quantized precisions program_names program_specs module_names likeness "
-    "module_paths listing offloading recipe utils not_built shape_runs surroundings values"
+    "deprecation doors draws exchange export forks runtime quantized precisions program_names program_specs "
+    "module_names likeness module_paths listing offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (
     "calls replays carried handovers weight_copies operators compiled_runs reruns amax_disagreement amax_reduction "

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError
 from te_core.precision import Operand, Precision
 from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
 from te_torch.custom import custom_precisions
+from te_torch.deprecation import deprecated
 from te_torch.module_names import name_of, warn_once
 from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch

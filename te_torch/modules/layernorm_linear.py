@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from te_core.deprecation import deprecated
 from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
@@ -19,6 +18,7 @@ from te_torch.base.plans import Drawn, Prepared
 from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
 from te_torch.base.unit import Unit
 from te_torch.calls import OF_NORM_LINEAR
+from te_torch.deprecation import deprecated
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of

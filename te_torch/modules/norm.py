@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from te_core import env
-from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError
 from te_core.layers import norm as core
 from te_torch.autocast import Now
 from te_torch.base.module import CallingModule, materialised
 from te_torch.base.options import check_values
 from te_torch.base.plans import UNKNOWN, Prepared
+from te_torch.deprecation import deprecated
 from te_torch.export import layers
 from te_torch.function import Call, of_table, register
 from te_torch.quantized import QuantizedTorch
@@ -101,7 +101,7 @@ class _Norm(CallingModule):
             init(parameter)
 
     def _reset_by_older_name(self, name: str) -> None:
-        deprecated(f"{type(self).__name__}.{name}", "reset_parameters", level=2)
+        deprecated(f"{type(self).__name__}.{name}", "reset_parameters", 2)
         self.reset_parameters()
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _one_of_two(operation: str, name: str, value: Any, old_name: str, old: Any) 
         return value
     if value is not None:
         raise RuntimeError(f"{operation}: give {name} or its older name {old_name}, not both")
-    deprecated(f"{operation}: {old_name}", name, level=2)
+    deprecated(f"{operation}: {old_name}", name, 2)
     return old
 
 

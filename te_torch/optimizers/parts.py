@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import increment_version
 
-from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tensor import Tensor
+from te_torch.deprecation import deprecated
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS, in_place, is_dtensor, to_core
 
@@ -86,7 +86,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _note_set_grad_none(self, value: bool | None) -> None:
         self.set_grad_none = value
         if value is not None:
-            deprecated("set_grad_none", "zero_grad(set_to_none=...)", level=2)
+            deprecated("set_grad_none", "zero_grad(set_to_none=...)", 2)
 
     def _loss(self, closure: Callable[[], Any] | None) -> Any:
         if closure is None:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from te_core import env
-from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.overlap import BULK, EXTERNAL, METHODS, PIPELINE, RING, Overlap, Way
 from te_core.precision import Precision
+from te_torch.deprecation import deprecated
 from te_torch.parallel import peers
 from te_torch.values import is_flag
 
@@ -191,7 +191,7 @@ def _check_process(tp_size: int, backend: str | None, with_cublasmp: bool) -> No
 def _modes(given: Any, use_fp8: bool) -> list[UserBufferQuantizationMode]:
     if not given and (given is None or isinstance(given, list)):
         modes = "quantization_modes=[UserBufferQuantizationMode.FP8] or [NONE]"
-        deprecated("initialize_ub: use_fp8", modes, level=2)
+        deprecated("initialize_ub: use_fp8", modes, 2)
         return [_FP8 if use_fp8 else _NONE]
     if not isinstance(given, list) or not all(isinstance(mode, UserBufferQuantizationMode) for mode in given):
         raise TypeError(

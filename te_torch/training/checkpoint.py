@@ -14,11 +14,11 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tokens import enrolled, living
 from te_torch.autocast import Ran, Region, active, prepare_default
 from te_torch.base.module import CallingModule
+from te_torch.deprecation import deprecated
 from te_torch.doors import either
 from te_torch.draws import Repeated, capturing
 from te_torch.forks import not_a_tracker

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError
+from te_torch.deprecation import deprecated
 from te_torch.doors import either
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import check_dtype, warn

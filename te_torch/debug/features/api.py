@@ -18,9 +18,9 @@ from nvdlfw_inspect.config_manager import ConfigManager
 from nvdlfw_inspect.logging import custom_assert
 from nvdlfw_inspect.registry import api_method
 
-from te_core.deprecation import deprecated
 from te_torch.debug import routing, stats
 from te_torch.debug.schedule import EveryOne, asked
+from te_torch.deprecation import deprecated
 from te_torch.tensors import QuantizedTensor, QuantizedTensorStorage
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
@@ -421,7 +421,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
 
 
 def _warn_older() -> None:
-    deprecated("inspect_tensor_postquantize", "inspect_tensor, which gets the quantized tensors, too", level=2)
+    deprecated("inspect_tensor_postquantize", "inspect_tensor, which gets the quantized tensors, too", 2)
 
 
 __all__ = ["SELECTORS", "TEConfigAPIMapper", "TEDefaultFeatures", "TransformerEngineAPI", "api_method"]

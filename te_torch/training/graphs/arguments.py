@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from te_core.deprecation import deprecated
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Recipe
 from te_torch.autocast import active, prepare_default
+from te_torch.deprecation import deprecated
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_of, precision_of
 from te_torch.training.graphs.device import OPERATION
 
@@ -57,7 +57,7 @@ def newer(given: dict[str, Any]) -> dict[str, Any]:
                 raise ArgumentError(
                     OPERATION, f"both {old} and {new}", "one of the two, which are the same", f"leave {old} out"
                 )
-            deprecated(f"{OPERATION}: {old}", new, level=2)
+            deprecated(f"{OPERATION}: {old}", new, 2)
         found[new] = given[old] if given[new] is None else given[new]
     for name in ("calibrating", "cache_quantized_params"):
         if found[name] not in (None, True, False):
