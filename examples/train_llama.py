@@ -30,9 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import te_torch as te
-from examples.arguments import UserError, positive, writable
 from examples.ranks import ended, group_of_torchrun
-from examples.training import RECIPES
+from te_cli.arguments import UserError, positive, writable
+from te_cli.training import RECIPES
 
 #: By device: vocabulary, layers, hidden, ffn, heads, groups, batch and sequence of a rank.
 SIZES = {"cuda": (32000, 8, 4096, 14336, 32, 8, 1, 4096), "cpu": (256, 2, 256, 512, 4, 2, 2, 16)}

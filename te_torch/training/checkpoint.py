@@ -18,6 +18,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tokens import enrolled, living
 from te_torch.autocast import Ran, Region, active, prepare_default
 from te_torch.base.module import CallingModule
+from te_torch.deprecation import deprecated
 from te_torch.doors import either
 from te_torch.draws import Repeated, capturing
 from te_torch.forks import not_a_tracker
@@ -60,11 +61,8 @@ def checkpoint(
         y.sum().backward()
     """
     if _is_older_form(args):
-        warn(
-            "checkpoint: pass distribute_saved_activations, get_rng_state_tracker and tp_group by name",
-            DeprecationWarning,
-            2,
-        )
+        names = "distribute_saved_activations, get_rng_state_tracker and tp_group"
+        deprecated(f"checkpoint: {names} by position", "them by name")
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
     if not callable(function):
