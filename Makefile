@@ -27,7 +27,7 @@ OUT       ?= build/gpu
 GPU_FLAGS ?=
 PICKED    :=
 
-.PHONY: help env train test test-more test-full test-interpreted format check bench wheels docs mutants gpu gpu-interpreted gpu-ranks clean
+.PHONY: help env train test test-more test-full test-interpreted format check bench wheels docs site mutants gpu gpu-interpreted gpu-ranks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -75,6 +75,10 @@ wheels: env  ## build the wheel that runs anywhere, and one for each architectur
 
 docs: env  ## refresh the generated parts of the documents, run their examples, follow their links
 	$(PY) tools/docs.py $(ARGS)
+
+site:  ## build the documents and the reference as pages for a browser, into build/site/html; fail where a link is broken
+	@$(PYTHON) tools/setup_env.py site
+	$(PY) -m tools.website
 
 mutants: env  ## apply each fault of tests/mutants.toml in turn; fail if the tests let one live
 	$(PY) tools/mutants.py --jobs $(JOBS) $(ARGS)
