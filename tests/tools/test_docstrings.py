@@ -29,6 +29,7 @@ PACKAGES = (
     "te_core.ops",
     "te_core.recipe",
     *(["te_jax"] if find_spec("jax") else []),
+    *(["te_jax.flax"] if find_spec("flax") else []),
     "te_torch",
     "te_torch.attention",
     "te_torch.debug",
@@ -82,13 +83,18 @@ def methods(cls: type) -> Iterator[tuple[str, Any, str]]:
     """The same of a class's own methods."""
     for name, value in vars(cls).items():
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        if (name[0] != "_" or name == "__call__") and isinstance(function, FunctionType):
+        ours = isinstance(function, FunctionType) and function.__module__.startswith("te_")
+        if (name[0] != "_" or name == "__call__") and ours:
             yield f"{cls.__name__}.{name}", function, function.__doc__ or ""
 
 
 def shown(default: Any) -> str:
     if isinstance(default, enum.Enum):
         return f"{type(default).__name__}.{default.name}"
+    if isinstance(default, FunctionType):
+        return default.__qualname__.split(".")[0]
+    if " object at 0x" in repr(default):
+        return "..."
     return default.__name__ if isinstance(default, type) else repr(default)
 
 
@@ -116,6 +122,8 @@ def test_nothing_is_described_twice_or_in_vain() -> None:
     docs = "\n".join(inspect.cleandoc(doc) for package in PACKAGES for _, _, doc in public(package))
     texts = [getattr(described, name).TEXT for name in ("attention", "functions", "modules", "tensors", "optimizers")]
     texts += [described.debug.TEXT, recipes.TEXT, layers.TEXT, core.TEXT, ops.TEXT]
+    for name in ("te_jax", "te_jax.flax"):
+        texts += [importlib.import_module(f"{name}.described").TEXT] if name in PACKAGES else []
     vain = [name for text in texts for name, about in read(text).items() if about.partition("\n")[0] not in docs]
     assert not vain, f"no signature has these arguments: {vain}"
     together = [line.partition(": ")[0] for text in texts[:3] for line in text.splitlines() if line[:1].strip()]

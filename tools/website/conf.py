@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import enum
+import inspect
 import sys
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bindings" / "jax")]
 
-from te_core import __version__  # noqa: E402  behind the paths
+from sphinx.util.inspect import stringify_signature  # noqa: E402  behind the paths
+
+from te_core import __version__  # noqa: E402
+from te_core.described import shown  # noqa: E402
 from tools.website.docstrings import restructured  # noqa: E402
 
 project, author, version, release = "te-runtime", "te-runtime contributors", __version__, __version__
@@ -31,17 +36,41 @@ add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_preserve_defaults = False
 python_maximum_signature_line_length = 100
 c_maximum_signature_line_length = 100
-c_extra_keywords: list[str] = []
-suppress_warnings = ["myst.header", "sphinx_autodoc_typehints"]
 
 
 def setup(app: Any) -> None:
-    """Docstrings are read by our own rules."""
+    """Docstrings are read by our own rules, and signatures are those that tests compare."""
     app.connect("autodoc-process-docstring", _docstring)
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-skip-member", _skipped)
 
 
 def _docstring(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     lines[:] = restructured(lines)
+
+
+def _skipped(app: Any, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
+    """Functions of others that are defaults of fields."""
+    foreign = isinstance(value, FunctionType) and not value.__module__.startswith("te_")
+    return True if foreign else None
+
+
+class _Shown(str):
+    """A default as descriptions show it."""
+
+    __repr__ = str.__str__
+
+
+def _signature(
+    app: Any, what: str, name: str, value: Any, options: Any, signature: str | None, gives: str | None
+) -> tuple[str, None] | None:
+    """Of a class that of its constructor, also where a metaclass answers calls."""
+    made = vars(value).get("__init__", value.__init__) if what == "class" else None
+    if made is None or issubclass(value, enum.Enum) or not getattr(made, "__module__", "").startswith("te_"):
+        return None
+    found = inspect.signature(made)
+    own = list(found.parameters.values())[1:]
+    own = [one if one.default is one.empty else one.replace(default=_Shown(shown(one.default))) for one in own]
+    return stringify_signature(found.replace(parameters=own), show_annotation=False, show_return_annotation=False), None
