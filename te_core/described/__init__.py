@@ -49,9 +49,8 @@ def shown(default: Any) -> str:
         return f"{type(default).__name__}.{default.name}"
     if isinstance(default, FunctionType):  # one that another makes is named by it
         return default.__qualname__.partition(".<locals>")[0]
-    if type(default).__repr__ is object.__repr__:  # a mark, whose address says nothing
-        return "..."
-    return default.__name__ if isinstance(default, type) else repr(default)
+    said = default.__name__ if isinstance(default, type) else repr(default)
+    return "..." if " object at 0x" in said else said  # a mark, whose address says nothing
 
 
 class Describer:

@@ -21,6 +21,7 @@ import torch
 from te_core.described import Describer, core, layers, ops, read, recipes
 from te_core.functional import Function
 from te_torch import described
+from tools.website import header
 
 #: Whose public arguments are all described.
 PACKAGES = (
@@ -116,6 +117,21 @@ def test_arguments_are_described(package: str) -> None:
         if not doc.strip():
             wrong.append(f"{name}: no docstring")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_header_of_c_is_described() -> None:
+    wrong = []
+    functions = 0
+    for one in header.declarations((header.INCLUDE / "te_core.h").read_text()):
+        about, said = one.said
+        functions += bool(one.function)
+        wanted = list(one.arguments)
+        if one.function and not one.code.startswith("TE_API void "):
+            wanted.append("Fails" if one.code.startswith("TE_API te_status ") else "Gives")
+        if not about or list(said) != wanted or not all(said.values()):
+            wrong.append(f"{one.function or one.code.splitlines()[0]}: {about!r} describes {list(said)}, not {wanted}")
+    assert not wrong, "\n".join(wrong)
+    assert functions == (header.INCLUDE / "te_core.h").read_text().count("\nTE_API ")
 
 
 def test_nothing_is_described_twice_or_in_vain() -> None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from tools.website import checks, reference, sources
+from sphinx.cmd.build import main as sphinx
+
+from tools.website import checks, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "site"
-INDEX = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=README.html"><title>te-runtime</title>'
+INDEX = '<!doctype html><title>te-runtime</title><meta http-equiv="refresh" content="0; url=README.html">'
 
 
 def main() -> int:
@@ -25,10 +26,8 @@ def main() -> int:
     start = time.perf_counter()
     shutil.rmtree(BUILD, ignore_errors=True)  # a docstring may change while its page does not
     sources.write(BUILD / "source")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(reference.PATH), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-j", str(os.cpu_count())]
-    folders = ["-c", Path(__file__).parent, BUILD / "source", BUILD / "html"]
-    failed = subprocess.run([*command, *folders], env=env).returncode
+    folders = ["-c", str(Path(__file__).parent), str(BUILD / "source"), str(BUILD / "html")]
+    failed = sphinx(["-b", "html", "-W", "--keep-going", "-q", "-j", str(os.cpu_count()), *folders])
     found = [] if failed else [*checks.dead_links(BUILD / "html"), *checks.undescribed(BUILD / "html")]
     print(*found, sep="\n", end="\n" * bool(found))
     (BUILD / "html" / "index.html").write_text(INDEX)

@@ -28,9 +28,11 @@ html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
+smartquotes = False  # "bshd" is a value
+
 # Links to headings as the repository's pages write them.
 myst_heading_anchors = 5
-myst_enable_extensions = ["deflist", "fieldlist"]
+myst_enable_extensions = ["attrs_block"]
 
 add_module_names = False
 autodoc_member_order = "bysource"

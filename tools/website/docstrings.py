@@ -46,7 +46,7 @@ def _section(name: str, lines: list[str]) -> Iterator[str]:
     else:
         kind = "param" if name == "Args:" else "raises"
         for entry, about in _entries(lines):
-            yield f":{kind} {_MARKUP.sub(chr(92) * 2 + '1', entry) if '*' in entry else entry}: {inline(about)}"
+            yield f":{kind} {entry.replace('*', chr(92) + '*')}: {inline(about)}"
         yield ""
 
 

@@ -1,7 +1,7 @@
 """The pages of the C and the C++ header, from the comments of the C one.
 
-A comment right above a declaration describes it: sentences, then `name: what it is` for each argument, `Gives: ` what comes
-back and `Fails: ` what ends in which error. A comment with an empty line behind it is a section's text.
+A comment right above a declaration describes it: sentences, then `name: what it is` for each argument, `Gives: ` what
+comes back and `Fails: ` which errors there are. A comment with an empty line behind it is a section's text.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ def _statements(code: str) -> list[str]:
 def pages() -> dict[str, str]:
     """Page -> its text."""
     found = list(declarations((INCLUDE / "te_core.h").read_text()))
-    lines = ["# te_core.h", "", "The C interface: programs without Python, and layers.", "", "```{eval-rst}"]
+    lines = ["# te_core.h", "", "The C interface: programs without Python, and layers.", ""]
+    lines += ["{.names}", "| Function | |", "|---|---|"]
     for one in found:
-        lines += _described(one)
-    cpp = (INCLUDE / "te_core.hpp").read_text()
+        if one.function:
+            lines.append(f"| {{c:func}}`{one.function}` | {re.split(r'(?<=[.:]) ', one.said[0])[0]} |")
+    lines += ["", "```{eval-rst}", *[line for one in found for line in _described(one)], "```", ""]
     about = "The same in C++17: objects free what they hold, and errors are exceptions (`te::Error`)."
-    return {
-        "te_core.h": "\n".join([*lines, "```", ""]),
-        "te_core.hpp": "\n".join(["# te_core.hpp", "", about, "", "```cpp", cpp.rstrip(), "```", ""]),
-    }
+    cpp = ["# te_core.hpp", "", about, "", "```cpp", (INCLUDE / "te_core.hpp").read_text().rstrip(), "```", ""]
+    return {"te_core.h": "\n".join(lines), "te_core.hpp": "\n".join(cpp)}
 
 
 def _described(one: Declaration) -> Iterator[str]:

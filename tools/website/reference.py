@@ -1,4 +1,4 @@
-"""Pages of the reference: public names, whose docstrings Sphinx reads, and what the commands of a shell say of themselves.
+"""Pages of the reference: public names, whose docstrings Sphinx reads, and what commands say of themselves.
 
 A name is described on the first page that has it; further pages link to it.
 """
@@ -117,7 +117,7 @@ def _head(title: str, about: str) -> list[str]:
 
 def _page(page: Page, names: Values, known: dict[Any, str], told: set[str]) -> str:
     """All names in a table, then those that were not told on a page before."""
-    lines = _head(page.title, page.about) + ["| Name | |", "|---|---|"]
+    lines = _head(page.title, page.about) + ["{.names}", "| Name | |", "|---|---|"]
     own: Values = {}
     for name, value in names.items():
         full = f"{page.module}.{name}"
@@ -134,7 +134,7 @@ def _summary(value: Any) -> str:
     if not callable(value):
         return ""
     text = inspect.getdoc(value) or ""
-    first = re.split(r"(?<=[.:])\s+(?=[A-Z`\n])|\n\n", text, maxsplit=1)[0]
+    first = re.split(r"(?<=\.)\s+(?=[A-Z`\n])|\n\n", text, maxsplit=1)[0]
     return re.sub(r"(?<!`)([*_\[\]|<])(?![^`]*`)", r"\\\1", " ".join(first.split()))
 
 
@@ -143,7 +143,8 @@ def _directives(own: Values, known: dict[Any, str]) -> Iterator[str]:
     yield "```{eval-rst}"
     for full, value in own.items():
         if inspect.isclass(value):
-            yield from (f".. autoclass:: {full}", "   :members:", *["   :undoc-members:"] * issubclass(value, enum.Enum), "")
+            undocumented = ["   :undoc-members:"] * issubclass(value, enum.Enum)
+            yield from (f".. autoclass:: {full}", "   :members:", *undocumented, "")
             above = [f":py:class:`~{known[base]}`" for base in _bases(value, known)]
             if above:
                 yield from (f"   Has the methods of {', '.join(above)}, too.", "")
