@@ -135,7 +135,7 @@ def run_examples(text: str, gpu: bool = False) -> str | None:
 
 
 def places(text: str) -> set[str]:
-    """The headings of a page as links name them: in small letters, without punctuation, the second of a name with -1."""
+    """The headings of a page as links name them: small letters, no punctuation, and -1 behind the second of a name."""
     found: dict[str, int] = {}
     for heading in _HEADING.findall(_FENCE.sub("", text)):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()

@@ -56,7 +56,8 @@ def test_navigation_is_that_of_the_guides() -> None:
     entries = [entry.partition(" <")[2].rstrip(">") or entry for entries in groups.values() for entry in entries]
     there = {page.relative_to(sources.ROOT).with_suffix("").as_posix() for page in sources.documents()}
     assert sorted(entries) == sorted(there - {"README"})
-    text = "| Start | |\n|---|---|\n| [Install](01-install.md) | all |\n\n| Train | |\n|---|---|\n| [Ranks](02.md) | all |\n"
+    text = "| Start | |\n|---|---|\n| [Install](01-install.md) | all |\n\n"
+    text += "| Train | |\n|---|---|\n| [Ranks](02.md) | all |\n"
     assert sources.guides(text, ["01-install.md", "02.md", "README.md"]) == {
         "Start": ["Install <docs/guides/01-install>"],
         "Train": ["Ranks <docs/guides/02>"],
@@ -67,8 +68,8 @@ def test_navigation_is_that_of_the_guides() -> None:
 
 def test_docstrings_become_markup() -> None:
     said = [
-        "y_ = x * `w_` of `x`s.", "", "  a table |", "", "Args:", "    *given: One,", "        or `two`.", "    n: A | b.",
-        "", "Raises:", "    ArgumentError: Wrong.", "", "Example:", "    x = 1",
+        "y_ = x * `w_` of `x`s.", "", "  a table |", "", "Args:", "    *given: One,", "        or `two`.",
+        "    n: A | b.", "", "Raises:", "    ArgumentError: Wrong.", "", "Example:", "    x = 1",
     ]  # fmt: skip
     assert [line for line in restructured(said) if line] == [
         r"y\_ = x \* \ ``w_``\  of \ ``x``\ s.", "::", "     a table |", r":param \*given: One, or \ ``two``\ .",
