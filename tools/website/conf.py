@@ -25,6 +25,7 @@ include_patterns = ["*.md", "docs/**.md", "reference/**.md"]
 html_theme, html_title, html_show_sourcelink, html_copy_source = "furo", f"te-runtime {__version__}", False, False
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["site.css"]
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 

@@ -33,15 +33,19 @@ class Page(NamedTuple):
 
 #: In the order of the navigation.
 PAGES = {
-    "layers": Page("Layers", "Layers for PyTorch.", "te_torch", ("modules", "transformer", "attention")),
+    "layers": Page("te_torch: layers", "Layers for PyTorch.", "te_torch", ("modules", "transformer", "attention")),
     "precision": Page(
-        "Precision",
+        "te_torch: precision",
         "Which parts of a model run in low precision, what they really ran in, and what this machine can.",
         "te_torch",
         ("autocast", "availability", "base", "nonfinite", "tools"),
     ),
-    "training": Page("Training", "Checkpointing, CUDA graphs, offloading, losses, experts.", "te_torch", ("training",)),
-    "parallel": Page("Parallel", "A rank's part of a batch, and overlapped communication.", "te_torch", ("parallel",)),
+    "training": Page(
+        "te_torch: training", "Checkpointing, CUDA graphs, offloading, losses, experts.", "te_torch", ("training",)
+    ),
+    "parallel": Page(
+        "te_torch: parallel", "A rank's part of a batch, and overlapped communication.", "te_torch", ("parallel",)
+    ),
     "te_torch.recipe": Page("te_torch.recipe", "Recipes: how low precision is asked for.", "te_torch.recipe"),
     "te_torch.tensors": Page("te_torch.tensors", "Quantized tensors, and what makes them.", "te_torch.tensors"),
     "te_torch.attention": Page("te_torch.attention", "Which attention runs, and why.", "te_torch.attention"),

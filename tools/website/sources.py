@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from tools.docs import pages as documents
@@ -36,14 +36,14 @@ def guides(text: str, there: list[str]) -> Groups:
     return groups
 
 
-def navigation() -> Groups:
+def navigation(reference_pages: Iterable[str] = ()) -> Groups:
     """Every page of the site, by group."""
     folder = ROOT / "docs" / "guides"
     groups = guides((folder / "README.md").read_text(), [page.name for page in folder.glob("*.md")])
-    first, *rest = groups
-    groups[first].insert(0, "All guides <docs/guides/README>")
+    groups[next(iter(groups))].insert(0, "All guides <docs/guides/README>")
     depth = [f"docs/{page.stem}" for page in sorted((ROOT / "docs").glob("*.md"))]
     groups["Depth"] = [*depth, "What is new <CHANGELOG>", "For contributors <AGENTS>"]
+    groups["Reference"] = list(reference_pages)
     groups["Libraries"] = [f"docs/notes/{page.stem}" for page in sorted((ROOT / "docs" / "notes").glob("*.md"))]
     return groups
 
@@ -57,7 +57,7 @@ def contents(groups: Groups) -> Iterator[str]:
 def write(folder: Path) -> None:
     """Fill an empty folder with the sources."""
     made = {f"reference/{name}.md": text for name, text in {**reference.pages(), **header.pages()}.items()}
-    groups = navigation() | {"Reference": [name.removesuffix(".md") for name in made]}
+    groups = navigation(name.removesuffix(".md") for name in made)
     known = set(documents())
     texts = {page.relative_to(ROOT).as_posix(): _adapted(page, known) for page in sorted(known)}
     texts["README.md"] = "\n".join([texts["README.md"], *contents(groups), ""])
