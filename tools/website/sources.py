@@ -14,8 +14,6 @@ from tools.docs import pages as documents
 from tools.website import header, reference
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What documents link to beside each other.
-LINKED = ("benchmarks", "bindings", "examples", "te_core", "te_torch", "tests", "tools", "LICENSE")
 
 _ROW = re.compile(r"^\| \[(?P<title>[^\]]+)\]\((?P<page>[^)#]+\.md)\)", re.MULTILINE)
 _TABLE = re.compile(r"^\| (?P<group>[^|\[]+?) \| \|\n\|[-|]+\|\n(?P<rows>(?:\|.*\n?)+)", re.MULTILINE)
@@ -65,8 +63,9 @@ def write(folder: Path) -> None:
     for name, text in (texts | made).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    for name in LINKED:
-        (folder / name).symlink_to(ROOT / name)
+    for file in ROOT.glob("[!.]*"):  # what documents link to beside each other
+        if file.suffix != ".md" and file.name not in ("docs", "build", "dist"):
+            (folder / file.name).symlink_to(file)
 
 
 def _adapted(page: Path, known: Collection[Path]) -> str:
