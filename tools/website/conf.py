@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import sys
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -29,7 +30,7 @@ html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
-smartquotes = False  # "bshd" is a value
+smartquotes_action = "D"  # dashes, no quotes: "bshd" is a value
 
 # Links to headings as the repository's pages write them.
 myst_heading_anchors = 5
@@ -51,13 +52,15 @@ def setup(app: Any) -> None:
 
 
 def _docstring(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = restructured(lines)
+    of_type = what == "data" and "".join(lines[:1]) in (type(value).__doc__ or "")  # no comment of ours
+    lines[:] = [] if of_type else restructured(lines)
 
 
 def _skipped(app: Any, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
-    """Functions of others that are defaults of fields."""
+    """Fields, which are described as arguments, and what they hold; methods, properties and members of enums stay."""
+    stays = callable(value) or isinstance(value, (property, cached_property, classmethod, staticmethod, enum.Enum))
     foreign = isinstance(value, FunctionType) and not value.__module__.startswith("te_")
-    return True if foreign else None
+    return True if foreign or (what == "class" and not stays) else None
 
 
 class _Shown(str):

@@ -134,8 +134,10 @@ def _page(page: Page, names: Values, known: dict[Any, str], told: set[str]) -> s
 
 
 def _summary(value: Any) -> str:
-    """The first sentence of a docstring."""
+    """The first sentence of a docstring, or a short value."""
     if not callable(value):
+        return f"`{value!r}`" if len(repr(value)) < 100 and "|" not in repr(value) else ""
+    if not value.__module__.startswith("te_"):
         return ""
     text = inspect.getdoc(value) or ""
     first = re.split(r"(?<=\.)\s+(?=[A-Z`\n])|\n\n", text, maxsplit=1)[0]
@@ -155,7 +157,7 @@ def _directives(own: Values, known: dict[Any, str]) -> Iterator[str]:
         elif callable(value) and getattr(value, "__module__", "").startswith("te_"):
             yield from (f".. autofunction:: {full}", "")
         else:
-            yield from (f".. py:data:: {full}", f"   :value: {value!r}", "")
+            yield from (f".. autodata:: {full}", "")
     yield "```"
 
 
