@@ -3,6 +3,8 @@
     python -m benchmarks.summary time        on the GPU, a forward and a backward
     python -m benchmarks.summary host        of the host, at sizes where the GPU never waits
     python -m benchmarks.summary memory      at the peak
+
+A work that no record has a rival for is left out.
 """
 
 from __future__ import annotations

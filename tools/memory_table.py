@@ -1,4 +1,4 @@
-"""Bytes that each weight takes while a model trains, counted on a layer on the CPU: docs/guides/13-memory.md shows them.
+"""Bytes that each weight takes while a model trains, counted on a CPU, as docs/guides/13-memory.md shows them.
 
 python tools/memory_table.py
 """
