@@ -59,11 +59,30 @@ NAMES = {"moments bf16": "FusedAdam, 1.1 billion parameters, moments bf16"}
 OPTIMIZERS = {"moments bf16": "torch's fused AdamW, moments bf16"}
 
 
+def of_rivals(figure: str, scale: float) -> Iterator[tuple[str, list[Beside]]]:
+    """A layer beside torch's own, compiled and with torchao's FP8: bf16 beside bf16, FP8 beside each of them."""
+    if not by_age("rivals"):
+        return
+    where, rows = newest("rivals")
+    ours = [row for row in rows if row["case"] == "te-runtime"]
+    others = [row for row in rows if row["case"] != "te-runtime"]
+    yield (
+        where,
+        [
+            Beside("a Llama's layer", row["recipe"], row[figure] / scale, other["case"], other[figure] / scale)
+            for row in ours
+            for other in others
+            if (row["recipe"] == "bf16") <= (other["recipe"] == "bf16")
+        ],
+    )
+
+
 def times() -> Iterator[tuple[str, list[Beside]]]:
     """Milliseconds, by where and when they were measured."""
     for name in ("attention", "modules"):
         where, rows = newest(name)
         yield where, list(of_peer(rows, "fwd+bwd us", 1e3))
+    yield from of_rivals("fwd+bwd us", 1e3)
     where, rows = newest("loss")
     yield where, list(of_torch(rows, "us", 1e3, LOSSES))
     where, rows = newest("optimizer")
@@ -79,6 +98,7 @@ def peaks() -> Iterator[tuple[str, list[Beside]]]:
     yield where, list(of_peer(layers, "peak MiB", 1))
     where, rows = newest("modules")
     yield where, list(of_peer(rows, "peak MiB", 1))
+    yield from of_rivals("peak MiB", 1)
     where, rows = newest("loss")
     yield where, list(of_torch(rows, "peak MiB", 1, LOSSES))
 
