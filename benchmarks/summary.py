@@ -17,6 +17,7 @@ from benchmarks import harness
 from benchmarks.report import by_age, markdown
 
 PEER = "Transformer Engine 2.20"
+PARTS = "torch's loss and AdamW"
 LAYERS = ("TransformerLayer", "LayerNormMLP", "GroupedLinear", "DPA")
 
 
@@ -59,6 +60,16 @@ NAMES = {"moments bf16": "FusedAdam, 1.1 billion parameters, moments bf16"}
 OPTIMIZERS = {"moments bf16": "torch's fused AdamW, moments bf16"}
 
 
+def of_parts(figure: str, scale: float) -> Iterator[tuple[str, list[Beside]]]:
+    """A whole step of a Llama with our loss and optimizer, beside the same layers with torch's."""
+    where, rows = newest("end_to_end")
+    theirs = {row["recipe"]: row for row in rows if row.get("parts") == "torch's"}
+    ours = [row for row in rows if row.get("parts") == "loss, optimizer" and row["recipe"] in theirs]
+    name = "a step of a Llama, 1.1 billion parameters"
+    pairs = [(row, theirs[row["recipe"]]) for row in ours]
+    yield where, [Beside(name, a["recipe"], a[figure] / scale, PARTS, b[figure] / scale) for a, b in pairs]
+
+
 def of_rivals(figure: str, scale: float) -> Iterator[tuple[str, list[Beside]]]:
     """A layer beside torch's own, compiled and with torchao's FP8: bf16 beside bf16, FP8 beside each of them."""
     if not by_age("rivals"):
@@ -83,6 +94,7 @@ def times() -> Iterator[tuple[str, list[Beside]]]:
         where, rows = newest(name)
         yield where, list(of_peer(rows, "fwd+bwd us", 1e3))
     yield from of_rivals("fwd+bwd us", 1e3)
+    yield from of_parts("ms", 1)
     where, rows = newest("loss")
     yield where, list(of_torch(rows, "us", 1e3, LOSSES))
     where, rows = newest("optimizer")
@@ -99,6 +111,7 @@ def peaks() -> Iterator[tuple[str, list[Beside]]]:
     where, rows = newest("modules")
     yield where, list(of_peer(rows, "peak MiB", 1))
     yield from of_rivals("peak MiB", 1)
+    yield from of_parts("peak GiB", 2**-10)
     where, rows = newest("loss")
     yield where, list(of_torch(rows, "peak MiB", 1, LOSSES))
 

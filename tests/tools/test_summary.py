@@ -57,6 +57,19 @@ def test_fp8_stands_beside_fp8_and_bf16(results: Path) -> None:
     assert "| 0.75 |" in summary.table(iter([("there", found)]), "ms")
 
 
+def test_a_step_stands_beside_the_same_recipe(results: Path) -> None:
+    parts = (
+        ("bf16", "torch's", 8.0),
+        ("block", "torch's", 6.0),
+        ("block", "loss, optimizer", 5.0),
+        ("block", "more", 1.0),
+    )
+    rows = [{"recipe": recipe, "parts": which, "ms": ms} for recipe, which, ms in parts]
+    record(results, "2026-01-02", "end_to_end", rows)
+    ((_, found),) = summary.of_parts("ms", 1)
+    assert [(each.recipe, each.ours, each.theirs) for each in found] == [("block", 5.0, 6.0)]
+
+
 def test_rivals_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's layer has the work of ours: with our weights, our result."""
     monkeypatch.setattr(harness, "gpu", lambda: False)
