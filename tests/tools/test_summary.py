@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import harness, rivals, summary
+from benchmarks import harness, report, rivals, summary
 
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of records with nothing in it."""
-    from benchmarks.report import by_age
-
-    monkeypatch.setattr(summary, "by_age", lambda name: by_age(name, tmp_path))
+    monkeypatch.setattr(summary, "by_age", lambda name: report.by_age(name, tmp_path))
     return tmp_path
 
 
@@ -55,6 +53,15 @@ def test_fp8_stands_beside_fp8_and_bf16(results: Path) -> None:
     ]
     assert (found[0].ours, found[0].theirs) == (3.0, 4.0)
     assert "| 0.75 |" in summary.table(iter([("there", found)]), "ms")
+
+
+def test_records_by_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    for name in ("2026-01-01-h200-gemm", "2026-01-02-h100-80gb-hbm3-gemm", "2026-01-02-h100-80gb-hbm3-norms"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    *_, newest, oldest = report.dates(tmp_path).splitlines()
+    assert newest.startswith("| 2026-01-02 | [h100-80gb-hbm3-gemm](../2026-01-02-h100-80gb-hbm3-gemm.json), [h100")
+    assert oldest == "| 2026-01-01 | [h200-gemm](../2026-01-01-h200-gemm.json) |"
 
 
 def test_a_step_stands_beside_the_same_recipe(results: Path) -> None:
