@@ -178,7 +178,7 @@ def said(command: str) -> str:
     entry = re.search(r'^te = "([\w.]+):', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert entry is not None
     first, *rest = [*command.removeprefix("python -m ").split(), "--help"]
-    os.environ["COLUMNS"] = "100"  # what argparse breaks its lines at
+    os.environ["COLUMNS"] = "88"  # what argparse breaks its lines at
     if first == "te":
         return output_of(["-c", f"import sys; from {entry[1]} import main; sys.argv[0] = 'te'; main({rest})"])
     return output_of(["-m", first, *rest])
