@@ -27,7 +27,7 @@ OUT       ?= build/gpu
 GPU_FLAGS ?=
 PICKED    :=
 
-.PHONY: help env train test test-more test-full test-interpreted format check bench wheels release docs mutants gpu gpu-interpreted gpu-ranks clean
+.PHONY: help env train test test-more test-full test-interpreted format check bench wheels release docs site mutants gpu gpu-interpreted gpu-ranks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -78,6 +78,10 @@ release: wheels  ## that, then look at the files, and run the wheel in a fresh e
 
 docs: env  ## refresh the generated parts of the documents, run their examples, follow their links
 	$(PY) tools/docs.py $(ARGS)
+
+site:  ## build the documents and the reference as pages for a browser, into build/site/html; fail where a link is broken
+	@$(PYTHON) tools/setup_env.py site
+	$(PY) -m tools.website
 
 mutants: env  ## apply each fault of tests/mutants.toml in turn; fail if the tests let one live
 	$(PY) tools/mutants.py --jobs $(JOBS) $(ARGS)

@@ -137,7 +137,7 @@ def precision_in_eager(module: Any, peek: bool = False) -> Now:
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of a region that names none: MXFP8 where the GPU has it, else per-tensor FP8."""
+    """The recipe of an `autocast` region that names none: MXFP8 where the GPU has it, else per-tensor FP8."""
     info = current_device()
     if info is not None and device.mxfp8_supported(info)[0]:
         return MXFP8BlockScaling()

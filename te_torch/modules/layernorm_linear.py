@@ -177,7 +177,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
     ) -> Any:
         """out, (out, bias), (out, norm output) or (out, bias, norm output), as the constructor asked.
 
-        For a `Branch` the sum that it stands for comes last.
+        `inp` may be a `Branch`: an input that is yet to be added to the residual. The sum then comes last.
         """
         if isinstance(inp, Branch):
             if fp8_grad:

@@ -43,9 +43,9 @@ def checkpoint(
 ) -> Any:
     """function(*args, **kwargs), of which only the inputs are kept; backward computes the rest again.
 
-    As torch.utils.checkpoint, whose options it takes (`context_fn` with use_reentrant=True, too); besides, the region
-    that it is called in is carried along: what is computed again is computed in the same precision, whatever regions
-    and forwards come in between. A module without any of ours in it goes to torch's.
+    As torch.utils.checkpoint, whose options it takes (`context_fn` with use_reentrant=True, too); besides, the
+    `autocast` region that it is called in is carried along: what is computed again is computed in the same precision,
+    whatever regions and forwards come in between. A module without any of ours in it goes to torch's.
 
     Random numbers are the same in both runs: torch's own, those of every CudaRNGStatesTracker, and those of the tracker
     that `get_rng_state_tracker` returns. With `distribute_saved_activations` each rank of `tp_group` (None: of all)
