@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a clone that nobody installed, too
 
 from examples.arguments import UserError, device, mistakes_end, positive, rate, seed, usual_device, writable  # noqa: E402
+from examples.curve import write_curve  # noqa: E402
 from examples.progress import Progress  # noqa: E402
 from examples.settings import DEFAULTS, RECIPES, TEXT, Settings, check, option, read_text  # noqa: E402
 
@@ -245,27 +246,6 @@ def write_csv(path: Path, results: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_curve(path: Path, results: list[dict[str, Any]], entropy: float) -> Path | None:
-    """The losses of all runs in one picture; None if there is no matplotlib to draw it."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("\nNo picture: matplotlib is not installed (pip install matplotlib). The losses are in the CSV.")
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for result, style in zip(results, ("-", "--"), strict=False):
-        axes.plot(range(1, len(result["losses"]) + 1), result["losses"], style, linewidth=1.2, label=result["name"])
-    axes.axhline(entropy, color="grey", linewidth=0.8, linestyle=":", label="unigram entropy")
-    axes.set(xlabel="step", ylabel="training loss (nats a byte)")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Train, compare, report."""
     options, given = parse(arguments)
@@ -314,7 +294,8 @@ def run(options: argparse.Namespace, given: dict[str, Any], resume: str) -> int:
             print(f"{NAMES[path.stem]}: going on after step {len(trainer.losses)} ({shown(path)})")
         results.append(train(trainer, path, options.save_every, interrupt, resume))
     written = [write_csv(options.out / "loss.csv", results)]
-    curve = write_curve(options.out / "loss.png", results, text.unigram_entropy)
+    runs, level = {r["name"]: r["losses"] for r in results}, ("unigram entropy", text.unigram_entropy)
+    curve = write_curve(options.out / "loss.png", runs, "training loss (nats a byte)", level)
     written += [curve] * (curve is not None) + [r["checkpoint"] for r in results]
     report(trainer, results, written)
     return 0

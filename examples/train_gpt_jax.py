@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "bindings" / "jax"))
 
 from examples.arguments import UserError, mistakes_end, positive, rate, seed, writable
+from examples.curve import write_curve
 from examples.progress import Progress
 from examples.settings import DEFAULTS, RECIPES, TEXT, GPTConfig, Settings, check, learnt, read_text
-from examples.train_gpt import NAMES, write_csv, write_curve
+from examples.train_gpt import NAMES, write_csv
 
 PROGRAM = "train_gpt_jax.py"
 WARMUP = 20
@@ -113,7 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
         results = [train(dataclasses.replace(settings, recipe=name), part, *divided) for name in names]
     share = np.bincount(tokens, minlength=256) / len(tokens)
     entropy = float(-(share[share > 0] * np.log(share[share > 0])).sum())
-    written = [write_csv(options.out / "loss.csv", results), write_curve(options.out / "loss.png", results, entropy)]
+    runs, level = {r["name"]: r["losses"] for r in results}, ("unigram entropy", entropy)
+    curve = write_curve(options.out / "loss.png", runs, "training loss (nats a byte)", level)
+    written = [write_csv(options.out / "loss.csv", results), curve]
     count = max(1, settings.steps // 10)
     for result in results:
         last = sum(result["losses"][-count:]) / count
