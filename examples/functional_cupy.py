@@ -1,6 +1,6 @@
 """The core without a framework on a GPU: functional_numpy.py on CuPy arrays, in CuPy's memory and on its stream.
 
-A GPU of any size; some seconds, of which the first run compiles for most.
+Some seconds on any GPU; the first run compiles for most of them.
 
 python examples/functional_cupy.py
 """

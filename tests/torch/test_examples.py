@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import arguments, generate, lora, microbatches, train_gpt, training
+from examples import arguments, encoder_decoder, generate, lora, microbatches, moe, train_gpt, training, vit
 from examples.arguments import UserError
 from examples.settings import TEXT, Settings
 from examples.training import Text, Trainer, read_checkpoint
@@ -24,7 +24,8 @@ from tests.covering import covering
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--steps", "3", "--layers", "1", "--hidden", "32", "--heads", "2", "--batch", "2", "--seq", "24"]
 SMALL = Settings(steps=3, layers=1, hidden=32, heads=2, batch=2, sequence=24)
-PROGRAMS = {program.__name__.split(".")[-1]: program.main for program in (train_gpt, generate, lora, microbatches)}
+SHORT = (moe, vit, encoder_decoder, lora)
+PROGRAMS = {program.__name__.split(".")[-1]: program.main for program in (train_gpt, generate, microbatches, *SHORT)}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ ARGUMENTS: list[tuple[str, list[str], str]] = [
     ("train_gpt", ["--hidden", "100", "--heads", "7"], "hidden=100"),
     ("train_gpt", ["--save-every", "0"], "--save-every"),
     *[(name, ["--device", d], "--device") for name in PROGRAMS for d in ("gpu", "meta", "cuda:77", "mps")],
-    *[("lora", ["--steps", n], "--steps") for n in NUMBERS],
+    *[(short.__name__.split(".")[-1], ["--steps", n], "--steps") for short in SHORT for n in NUMBERS],
     ("lora", ["--recipe", "none"], "--recipe"),
     *[("microbatches", [f"--{name}", n], f"--{name}") for name in ("steps", "microbatches") for n in NUMBERS],
     *[("generate", [f"--{name}", n], f"--{name}") for name in ("count", "batch") for n in NUMBERS],

@@ -3,9 +3,11 @@ Face's names."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,9 @@ from examples.gpt import GPT
 from examples.llama import Llama, LlamaConfig
 from examples.loop import learn
 from examples.settings import GPTConfig
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PROGRAMS = [path for path in sorted(EXAMPLES.glob("*.py")) if "__main__" in path.read_text()]
 
 #: Example -> what is smaller than on a CPU, the steps, and the share of the first loss that may be left.
 SHORT: dict[Any, tuple[dict[str, int], int, float]] = {
@@ -43,7 +48,13 @@ def test_short_examples_learn(
     said = capsys.readouterr()
     assert f"{steps}/{steps}  loss {losses[-1]:.4f}" in said.err and said.out.strip()
     assert (tmp_path / f"{name}.png").read_bytes()[1:4] == b"PNG"
-    assert Path(f"examples/{name}.py").read_text().count("\n") <= 120
+    assert (EXAMPLES / f"{name}.py").read_text().count("\n") <= 120
+
+
+@pytest.mark.parametrize("path", [p for p in PROGRAMS if p.name != "curve.py"], ids=lambda path: path.stem)
+def test_each_example_says_what_how_long_and_on_what(path: Path) -> None:
+    said = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert re.search(r"\b(seconds?|minutes?|\d+ s)\b", said) and re.search(r"\b(CPU|GPU|cores?)\b", said), said
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(
