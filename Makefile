@@ -27,7 +27,7 @@ OUT       ?= build/gpu
 GPU_FLAGS ?=
 PICKED    :=
 
-.PHONY: help env train test test-more test-full test-interpreted format check bench wheels docs mutants gpu gpu-interpreted gpu-ranks clean
+.PHONY: help env train test test-more test-full test-interpreted format check bench wheels release docs site mutants gpu gpu-interpreted gpu-ranks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -36,7 +36,7 @@ env:  ## create or refresh .venv (every other target but gpu does it by itself)
 	@$(PYTHON) tools/setup_env.py
 
 train: env  ## train a small GPT in FP8 on the shipped text (ARGS="--help" lists its options)
-	STARTED_BY="make train" exec $(PY) examples/train_gpt.py $(ARGS)
+	STARTED_BY="make train" exec $(PY) -m te_cli train $(ARGS)
 
 test: env  ## run the tests of every change (ARGS="tests/core -k gemm" picks some)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
@@ -69,12 +69,19 @@ check: env  ## layout, lint, types, floors and circles of imports, sizes, docume
 bench: env  ## run the benchmarks named in BENCH="gemm norms ..." into benchmarks/results
 	$(PY) -m benchmarks.run $(BENCH) --out benchmarks/results
 
-wheels: env  ## build the wheel that runs anywhere, and one for each architecture with the C library, into dist
+wheels: env  ## build the sources' archive, the wheel that runs anywhere, and wheels with the C library, into dist
 	@$(PYTHON) tools/setup_env.py wheels
 	$(PY) tools/wheels.py $(ARGS)
 
+release: wheels  ## that, then look at the files, and run the wheel in a fresh environment of each of PYTHONS="python3.10 ..."
+	$(PY) tools/release.py dist $(if $(PYTHONS),--pythons $(PYTHONS))
+
 docs: env  ## refresh the generated parts of the documents, run their examples, follow their links
 	$(PY) tools/docs.py $(ARGS)
+
+site:  ## build the documents and the reference as pages for a browser, into build/site/html; fail where a link is broken
+	@$(PYTHON) tools/setup_env.py site
+	$(PY) -m tools.website
 
 mutants: env  ## apply each fault of tests/mutants.toml in turn; fail if the tests let one live
 	$(PY) tools/mutants.py --jobs $(JOBS) $(ARGS)

@@ -45,6 +45,10 @@ BENCHMARKS = {
                  "target", "ok"),
         ratio="of_peer", reference="fwd+bwd GPU time, 1 = the peer on an H200", on_cpu=True,
     ),
+    "rivals": Benchmark(
+        columns=("case", "recipe", "fwd+bwd us", "peak MiB", "of_compiled"), ratio="of_compiled",
+        reference="fwd+bwd GPU time, 1 = torch's layer under torch.compile in the same process", on_cpu=True,
+    ),
     "host": Benchmark(
         columns=("case", "recipe", "fwd us", "fwd+bwd us", "of_linear fwd", "of_linear", "target", "ok"),
         ratio="of_linear", reference="host time, 1 = torch.nn.Linear in the same process", on_cpu=True,

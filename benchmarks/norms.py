@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import harness
 from te_core import dtypes, ops
-from te_core.quantized import Cast
+from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from te_torch.runtime import runtime_for
 from te_torch.runtime import to_core as core
@@ -79,6 +79,21 @@ def cases(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[tuple[str, int
             3 * n,
             lambda k=kind, m=mean, r=rstd: ops.norm_backward(rt, cdy, cx, cgamma, m, r, kind=k),
         )
+    blocks = Cast(Format(dtypes.float8_e4m3, "block"), rowwise=True, columnwise=True, power_of_two=True)
+    norm: dict[str, Any] = {"kind": "RMSNorm", "eps": 1e-5}
+
+    def apart() -> None:
+        y, _, _, _ = ops.norm_forward(rt, cx, cgamma, None, **norm)
+        assert y is not None
+        ops.quantize(rt, y, blocks)
+
+    cast_bytes = 2 * rows * cols  # the moments come first, by a reading of their own
+    yield (
+        "RMSNorm forward, block",
+        2 * n + cast_bytes,
+        lambda: ops.norm_forward(rt, cx, cgamma, None, cast=blocks, **norm),
+    )
+    yield "RMSNorm forward, block apart", 3 * n + cast_bytes, apart
     for name, scaled, both in (("delayed rowwise", 1, 0), ("delayed both", 1, 1), ("current both", 0, 1)):
         scale = core(torch.ones(1, device="cuda")) if scaled else None
         cast = Cast(

@@ -61,7 +61,8 @@ SIZES: dict[str, list[dict[str, int]]] = {
     "cuda": [parallel.SIZES["cuda"], parallel.SIZES["cuda"] | {"tokens": 2048}, _OF_4096],
     "cpu": [parallel.SIZES["cpu"]],
 }
-STEPS, ROUNDS = 3, 4  # of each in a round
+STEPS, ROUNDS = 3, 4  # of each in a round; at least so many rounds,
+LONG = 1000  # and as many as take these milliseconds
 ALL = "rings"  # the method that is measured at all sizes, in all recipes, with traces; others alone, at the first size
 RECIPES_ALONE = ("bf16", "delayed")
 
@@ -168,9 +169,9 @@ def work_of(size: dict[str, int], recipe: Recipe | None, kind: str, **flags: boo
 
 def in_turns(works: Sequence[harness.Work], kind: str) -> list[list[float]]:
     """Milliseconds of each in each round, of the slower rank."""
-    warm, rounds, steps = (2, ROUNDS, STEPS) if kind == "cuda" else (1, 1, 1)
-    for work in works:
-        parallel.timed(work, kind, 1, warm, warm)
+    warm, steps = (2, STEPS) if kind == "cuda" else (1, 1)
+    once = sum(parallel.slowest(parallel.timed(work, kind, 1, warm, warm), kind) for work in works)
+    rounds = max(ROUNDS, int(LONG / (steps * once))) if kind == "cuda" else 1
     return [[parallel.slowest(parallel.timed(work, kind, 1, steps, 0), kind) for work in works] for _ in range(rounds)]
 
 

@@ -1,7 +1,7 @@
 """Fill the table of which method overlaps fastest from a record: `python -m benchmarks.overlap_table FILE ...`.
 
-Of each size, recipe and carrier of a record of `overlap`: the ratio of each method to plain, from a row that measures
-the method alone, else from the fastest row that contains it. Entries of the same carrier are replaced.
+Of each size, recipe and carrier of a record of `overlap`: the ratio of each method to plain, from the fastest row that
+contains it, so that the methods of the fastest row are chosen together. Entries of the same carrier are replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 TABLE = Path(__file__).parents[1] / "te_core" / "overlap_speed.json"
 _GATHER, _SUM, _DGRAD = ("gather", "ring_exchange"), ("sum", "ring_exchange"), ("dgrad", "ring_exchange")
 _PIPELINE, _BULK = ("sum", "pipeline"), ("dgrad", "bulk")
-#: What each method of `overlap` consists of: those of single collectives first.
+#: What each method of `overlap` consists of.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "gathers by ring_exchange": (_GATHER,),
     "sums by ring_exchange": (_SUM,),
@@ -54,8 +54,8 @@ def _ratios(rows: list[tuple[tuple[tuple[str, str], ...], float]]) -> dict[str, 
     """By collective and method."""
     ratios: dict[str, dict[str, float]] = {}
     for collective, method in dict.fromkeys(part for parts, _ in rows for part in parts):
-        having = [(len(parts) > 1, ratio) for parts, ratio in rows if (collective, method) in parts]
-        ratios.setdefault(collective, {})[method] = round(min(having)[1], 4)
+        fastest = min(ratio for parts, ratio in rows if (collective, method) in parts)
+        ratios.setdefault(collective, {})[method] = round(fastest, 4)
     return ratios
 
 

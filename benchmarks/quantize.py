@@ -79,6 +79,7 @@ def cases(rows: int, cols: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
     yield "quantize+T+sums", 4 * n, lambda: ops.quantize(rt, one, cast(True), column_sum=narrow_sums)
     yield "quantize+T current", 6 * n, lambda: ops.quantize(rt, one, cast(True, False))
     yield from block_cases(rt, one, narrow_sums)
+    yield from block_producers(rt, one, wide)
     yield "amax", 2 * n, lambda: ops.amax(rt, one)
     yield "transpose", 4 * n, lambda: ops.transpose(rt, one)
     for kind in ("gelu", "silu", "srelu"):
@@ -139,6 +140,27 @@ def block_cases(rt: Runtime, x: Tensor, sums: Tensor) -> Iterator[tuple[str, int
                 3 * n + scales,
                 lambda c=columnwise, held=held: ops.dequantize(rt, held, x.dtype, columnwise=c),
             )
+
+
+def block_producers(rt: Runtime, one: Tensor, wide: Tensor) -> Iterator[tuple[str, int, Callable[[], Any]]]:
+    """Activations that deliver 1x128 pieces in their own pass, and the same in two."""
+    cast = Cast(Format(dtypes.float8_e4m3, "block"), rowwise=True, columnwise=True, power_of_two=True)
+
+    def apart(values: Tensor | None) -> None:
+        assert values is not None
+        ops.quantize(rt, values, cast)
+
+    for kind, x in (("gelu", one), ("swiglu", wide)):
+        n, made, read = one.size, x.size, 2 * x.size
+        back = read + 2 * n
+        yield f"{kind}+block+T", read + 2 * n, lambda k=kind, x=x: ops.activation_forward(rt, x, k, cast=cast)
+        yield (f"{kind}, block+T apart", read + 6 * n, lambda k=kind, x=x: apart(ops.activation_forward(rt, x, k)[0]))
+        yield f"d{kind}+block+T", back + 2 * made, lambda k=kind, x=x: ops.activation_backward(rt, one, x, k, cast=cast)
+        yield (
+            f"d{kind}, block+T apart",
+            back + 6 * made,
+            lambda k=kind, x=x: apart(ops.activation_backward(rt, one, x, k)[0]),
+        )
 
 
 def copy_rate(clock: Clock) -> float:

@@ -1,6 +1,6 @@
 """What each way of computing again costs and saves: a TransformerLayer, its bytes kept for backward, its step's time.
 
-python -m benchmarks.recompute          the bytes alone, as docs/training.md shows them: exact on any machine
+python -m benchmarks.recompute          the bytes alone, as docs/guides/13-memory.md shows them: exact on any machine
 python -m benchmarks.run recompute      with times (on a GPU)
 """
 

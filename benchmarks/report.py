@@ -2,6 +2,7 @@
 
     python -m benchmarks.report gemm        the table of one benchmark, and its picture in docs/benchmarks/
     python -m benchmarks.report beside      two trees, before and after a change, of all that was run of them
+    python -m benchmarks.report dates       all records, by day
 
 The same results give the same bytes. Results of a CPU are left out, as most of them only show that a benchmark runs;
 those that mean something are taken where there are none of a GPU.
@@ -79,12 +80,23 @@ def section(name: str) -> str:
     return "\n".join(lines)
 
 
+def dates(folder: Path = harness.RESULTS) -> str:
+    """A row for each day, the newest first, with links to its records."""
+    days: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*.json")):
+        day, name = path.stem[:10], path.stem[11:]
+        days.setdefault(day, []).append(f"[{name}](../{path.relative_to(harness.ROOT).as_posix()})")
+    rows = [f"| {day} | {', '.join(days[day])} |" for day in sorted(days, reverse=True)]
+    return "\n".join(["| day | records |", "|---|---|", *rows])
+
+
 def main() -> int:
     """Print the sections of the named benchmarks."""
-    unknown = set(sys.argv[1:]) - {*BENCHMARKS, "beside"}
+    others = {"beside": lambda: changes(by_age("beside")), "dates": dates}
+    unknown = set(sys.argv[1:]) - {*BENCHMARKS, *others}
     if unknown or len(sys.argv) < 2:
-        sys.exit(f"report: name some of {', '.join(BENCHMARKS)}, beside")
-    print("\n\n".join(changes(by_age(name)) if name == "beside" else section(name) for name in sys.argv[1:]))
+        sys.exit(f"report: name some of {', '.join([*BENCHMARKS, *others])}")
+    print("\n\n".join(others[name]() if name in others else section(name) for name in sys.argv[1:]))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Whether training in low precision gives the loss of training in bf16, and whether this check would notice if not.
 
-A small GPT (examples/gpt.py) is trained on the shipped text from several seeds. The mean loss of the last steps, over
+A small GPT (te_cli/gpt.py) is trained on the shipped text from several seeds. The mean loss of the last steps, over
 the seeds, must be within 1 % of bf16's (NVFP4: 2.5 %); bf16's own held-out loss must lie far below the unigram entropy
 of the text, or there was nothing to lose. The same training with the scales of all gradients frozen at 2^-12, where FP8
 has no bits left for them, must miss the 1 %. Formats that the device cannot multiply are emulated exactly. NVFP4 runs
@@ -23,9 +23,9 @@ import torch
 
 from benchmarks import harness
 from benchmarks.optimizer import FORMATS
-from examples.gpt import GPT
-from examples.settings import TEXT, Settings
-from examples.training import PLAIN_BLOCKS, Text, Trainer
+from te_cli.gpt import GPT
+from te_cli.settings import TEXT, Settings
+from te_cli.training import PLAIN_BLOCKS, Text, Trainer
 from te_core.recipe import Float8BlockScaling, Float8CurrentScaling, Format, QParams, Recipe
 from te_torch.optimizers import FusedAdam
 
@@ -33,7 +33,7 @@ WITHIN = {"nvfp4": 0.025}  # of bf16's loss; 1 % for the others
 CHECKED = ("delayed", "current", "block", "mxfp8", "nvfp4")
 FREEZABLE = ("delayed", "current", "block")  # the others have no scale that could be held
 FROZEN_SCALE = 2.0**-12
-EVERYWHERE = ", every block"  # of recipes that usually leave some out (examples/training.py: PLAIN_BLOCKS); not judged
+EVERYWHERE = ", every block"  # of recipes that usually leave some out (te_cli/training.py: PLAIN_BLOCKS); not judged
 
 
 @dataclass(frozen=True)

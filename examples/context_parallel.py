@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 import te_torch as te
-from examples.arguments import UserError, positive
 from examples.loop import OUT, learn
 from examples.ranks import ended, group_of_torchrun
+from te_cli.arguments import UserError, positive
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 RECIPES: dict[str, Recipe | None] = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling()}

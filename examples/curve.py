@@ -1,4 +1,4 @@
-"""Draw losses. As a program it reads lines `step 3 loss 0.25`, as programs in C print them, shows them and draws them.
+"""Draw the losses of a program in C: it reads lines `step 3 loss 0.25`, shows them and draws them.
 
 TE_CORE_PYTHON=.venv bindings/c/build/train cpu 50 | python examples/curve.py build/examples/c.png
 """
@@ -7,35 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone that nobody installed, too
+
+from te_cli.curve import write_curve
+
 _LINE = re.compile(r"step (\d+) loss (\S+)")
-
-
-def write_curve(
-    path: Path, runs: Mapping[str, Sequence[float]], what: str = "training loss", level: tuple[str, float] | None = None
-) -> Path | None:
-    """One picture of all runs, and of a level (its name, its value) to compare them with; None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("\nNo picture: matplotlib is not installed (pip install matplotlib).", file=sys.stderr)
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (name, values), style in zip(runs.items(), ("-", "--"), strict=False):
-        axes.plot(range(1, len(values) + 1), values, style, linewidth=1.2, label=name)
-    if level is not None:
-        axes.axhline(level[1], color="grey", linewidth=0.8, linestyle=":", label=level[0])
-    axes.set(xlabel="step", ylabel=what)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
 
 
 def main(arguments: list[str] | None = None) -> int:

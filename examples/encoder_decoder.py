@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
-from examples.gpt import normal
 from examples.loop import Run
+from te_cli.gpt import normal
 
 DIGITS, START, PADDING, SYMBOLS = 10, 10, 11, 16  # sixteen: FP8 products want widths that are multiples of it
 

@@ -1,4 +1,4 @@
-"""Let the small GPT of examples/train_gpt.py go on with some texts, byte by byte, always by the likeliest one.
+"""Let the small GPT of `te train` go on with some texts, byte by byte, always by the likeliest one.
 
 The keys and values of what was read and written stay in a cache (`te.InferenceParams`), so each step computes one
 new token of each text. Texts come and go: when one is finished, the next one that waits takes its place in the batch,
@@ -6,7 +6,7 @@ and its whole prompt is read in the same step in which the others go on by a byt
 
 Some seconds on a CPU core or a GPU.
 
-    python examples/train_gpt.py --recipe none                  # writes build/train/none.pt, once
+    te train --recipe none                        # writes build/train/none.pt, once
     python examples/generate.py --prompt "Anne " --paged --check
 """
 
@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 
-# Before NumPy is first imported, as examples/train_gpt.py says.
+# Before NumPy is first imported, as te_cli/__init__.py says.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a clone that nobody installed, too
@@ -28,16 +28,16 @@ sys.path.insert(0, str(ROOT))  # runs from a clone that nobody installed, too
 import torch  # noqa: E402
 
 import te_torch as te  # noqa: E402
-from examples.arguments import UserError, device, mistakes_end, positive, usual_device  # noqa: E402
-from examples.gpt import GPT  # noqa: E402
-from examples.progress import Progress  # noqa: E402
-from examples.settings import GPTConfig, Settings  # noqa: E402
-from examples.training import model_of, read_checkpoint  # noqa: E402
+from te_cli.arguments import UserError, device, mistakes_end, positive, usual_device  # noqa: E402
+from te_cli.gpt import GPT  # noqa: E402
+from te_cli.progress import Progress  # noqa: E402
+from te_cli.settings import GPTConfig, Settings  # noqa: E402
+from te_cli.training import model_of, read_checkpoint  # noqa: E402
 
 PROMPTS = ("Anne ", "Captain Wentworth was ", "She had ", "Sir Walter Elliot, of Kellynch Hall, ", "It was ", "The ")
 PAGE = 16  # tokens
 PROGRAM = "generate.py"
-CHECKPOINT = Path("build/train/none.pt")  # of examples/train_gpt.py --recipe none
+CHECKPOINT = Path("build/train/none.pt")  # of te train --recipe none
 
 Text = list[int]  # its bytes
 
@@ -117,11 +117,11 @@ def generate_uncached(model: GPT, prompt: Text, count: int) -> Text:
 def load(path: Path | None, place: torch.device) -> GPT:
     """The model of a checkpoint; one that has learnt nothing where none was named and there is none."""
     if path is not None and not path.exists():
-        raise UserError(f"--checkpoint {path}: there is no such file (python examples/train_gpt.py writes some)")
+        raise UserError(f"--checkpoint {path}: there is no such file (te train writes some)")
     path = CHECKPOINT if path is None else path
     if path.exists():
         return model_of(path, read_checkpoint(path), place).eval()
-    print(f"No checkpoint {path}: the model has learnt nothing (python examples/train_gpt.py --recipe none).")
+    print(f"No checkpoint {path}: the model has learnt nothing (te train --recipe none).")
     torch.manual_seed(0)
     untrained = Settings()
     return GPT(GPTConfig(untrained.layers, untrained.hidden, untrained.heads), place).eval()
@@ -165,7 +165,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, default=4, metavar="N", help="texts at a time (4)")
     parser.add_argument("--paged", action="store_true", help=f"keep the cache in pages of {PAGE} tokens")
     parser.add_argument("--check", action="store_true", help="also compute everything without the cache, and compare")
-    parser.add_argument("--checkpoint", type=Path, help=f"of examples/train_gpt.py ({CHECKPOINT})")
+    parser.add_argument("--checkpoint", type=Path, help=f"of te train ({CHECKPOINT})")
     parser.add_argument("--device", type=device, default=usual_device(), help="cpu, cuda ... (CUDA where there is one)")
     return parser.parse_args(arguments)
 
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     place = torch.device(options.device)
     if place.type == "cpu":
-        torch.set_num_threads(1)  # as examples/train_gpt.py says
+        torch.set_num_threads(1)  # as te_cli/train.py says
     with mistakes_end(PROGRAM):
         model = load(options.checkpoint, place)
     prompts = [list(text.encode()) for text in options.prompt or PROMPTS]

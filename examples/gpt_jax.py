@@ -1,4 +1,4 @@
-"""The small GPT of examples/gpt.py in JAX: its parameters as a pytree, its loss, and a step of AdamW.
+"""The small GPT of te_cli/gpt.py in JAX: its parameters as a pytree, its loss, and a step of AdamW.
 
 Parameters are float32, activations bf16. FP8 weights are cast from the float32 ones.
 """
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import te_jax as te
 
-from examples.settings import GPTConfig
+from te_cli.settings import GPTConfig
 from te_core.recipe import Recipe
 
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1

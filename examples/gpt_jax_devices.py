@@ -16,7 +16,7 @@ import te_jax as te
 from jax.sharding import NamedSharding, PartitionSpec
 
 from examples import gpt_jax
-from examples.settings import GPTConfig
+from te_cli.settings import GPTConfig
 from te_core.recipe import Recipe
 
 AXIS = "devices"

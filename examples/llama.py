@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import te_torch as te
-from examples.arguments import UserError
+from te_cli.arguments import UserError
 
 #: Weights of a layer here, and those that Hugging Face keeps for each, which lie one below the other in ours.
 NAMES = {

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from examples.arguments import device, mistakes_end, positive, usual_device, writable
-from examples.curve import write_curve
-from examples.progress import Progress
-from examples.settings import RECIPES
+from te_cli.arguments import device, mistakes_end, positive, usual_device, writable
+from te_cli.curve import write_curve
+from te_cli.progress import Progress
+from te_cli.settings import RECIPES
 
 OUT = Path("build/examples")
 

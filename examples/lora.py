@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
-from examples.gpt import normal
 from examples.loop import Run
-from examples.settings import RECIPES
+from te_cli.gpt import normal
+from te_cli.settings import RECIPES
 from te_core.recipe import Recipe
 
 BF16 = torch.bfloat16

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
-from examples.arguments import device, positive, usual_device
 from examples.loop import learn
-from examples.settings import RECIPES
+from te_cli.arguments import device, positive, usual_device
+from te_cli.settings import RECIPES
 from te_core.recipe import Recipe
 
 WIDTH, ROWS = 128, 128  # rows of a microbatch

@@ -1,4 +1,4 @@
-"""A small GPT whose MLPs are experts (a mixture of experts): it learns the text in examples/text, byte by byte.
+"""A small GPT whose MLPs are experts (a mixture of experts): it learns the text of te_cli/text, byte by byte.
 
 A router sends each token to two of eight experts. `te.moe_permute` brings the tokens of each expert together,
 `te.GroupedLinear` multiplies them in FP8, one product for each expert, and `te.moe_unpermute` adds up what the experts
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 import te_torch as te
 from examples.loop import Run
-from examples.settings import TEXT
-from examples.training import Text
+from te_cli.settings import TEXT
+from te_cli.training import Text
 
 #: By device. `inner` is the width inside of an expert, `chosen` the experts of a token.
 SIZES = {

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from examples.arguments import UserError, mistakes_end, usual_device
+from te_cli.arguments import UserError, mistakes_end, usual_device
 
 #: What torchrun tells each process.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -1,7 +1,7 @@
 """The loop of a generation server: requests come at any time, and their texts are written together.
 
 A request waits until the KV cache has room. Its prompt is then read in the same step in which other texts go on, and
-its client gets each byte as it is written. Here clients ask the small GPT of examples/train_gpt.py at random times: 10
+its client gets each byte as it is written. Here clients ask the small GPT of `te train` at random times: 10
 seconds on a CPU core, with more of them on a GPU (not run on a GPU).
 
     python examples/serve.py --clients 20
@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import torch
 
-from examples.arguments import UserError, device, mistakes_end, positive, usual_device, writable
-from examples.curve import write_curve
 from examples.generate import PROMPTS, Batch, cache, load
-from examples.gpt import GPT
 from examples.loop import OUT
-from examples.progress import Progress
+from te_cli.arguments import UserError, device, mistakes_end, positive, usual_device, writable
+from te_cli.curve import write_curve
+from te_cli.gpt import GPT
+from te_cli.progress import Progress
 
 SIZES = {"cpu": (12, 4, 40), "cuda": (400, 64, 200)}  # clients, texts at a time, bytes for each
 

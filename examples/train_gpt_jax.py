@@ -1,7 +1,7 @@
-"""Train the small GPT of examples/gpt_jax.py on the text in examples/text, in JAX: in FP8, then in bf16 beside it.
+"""Train the small GPT of examples/gpt_jax.py on the text of te_cli/text, in JAX: in FP8, then in bf16 beside it.
 
 Runs on JAX's first device, or on several: on the CPU with te_core's reference backend, some two minutes on two cores.
-Sizes are those of examples/train_gpt.py, larger on a GPU.
+Sizes are those of `te train`, larger on a GPU.
 
     python examples/train_gpt_jax.py --recipe current --steps 100
     python examples/train_gpt_jax.py --devices 2 --tensor-parallel
@@ -17,15 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # before NumPy is imported: as in train_gpt.py
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # before NumPy is imported: as te_cli does
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone that nobody installed, too
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "bindings" / "jax"))
 
-from examples.arguments import UserError, mistakes_end, positive, rate, seed, writable
-from examples.curve import write_curve
-from examples.progress import Progress
-from examples.settings import DEFAULTS, RECIPES, TEXT, GPTConfig, Settings, check, learnt, read_text
-from examples.train_gpt import NAMES, write_csv
+from te_cli.arguments import UserError, mistakes_end, positive, rate, seed, writable
+from te_cli.curve import write_curve
+from te_cli.progress import Progress
+from te_cli.settings import DEFAULTS, NAMES, RECIPES, TEXT, GPTConfig, Settings, check, learnt, read_text
+from te_cli.train import write_csv
 
 PROGRAM = "train_gpt_jax.py"
 WARMUP = 20

@@ -32,11 +32,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import te_torch as te
-from examples.arguments import UserError, positive, writable
 from examples.llama import Llama, LlamaConfig, load_folder, save_folder
 from examples.loop import OUT, learn
 from examples.ranks import ended, group_of_torchrun
-from examples.settings import RECIPES
+from te_cli.arguments import UserError, positive, writable
+from te_cli.settings import RECIPES
 
 #: By device: the model, and a rank's batch and sequence.
 SIZES = {

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
-from examples.gpt import normal
 from examples.loop import Run
+from te_cli.gpt import normal
 
 KINDS = ("circle", "square", "triangle", "cross")
 

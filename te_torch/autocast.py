@@ -24,10 +24,11 @@ from te_core.spelling import ArgumentNameError, name_error
 from te_torch import amax_reduction, shape_runs, updates
 from te_torch import state as scaling
 from te_torch.availability import current_device
+from te_torch.deprecation import deprecated
 from te_torch.export.mode import exporting
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of, recipe_of
 from te_torch.reruns import Read, Running, called, in_backward, may_run_again
-from te_torch.runtime import constant_at_trace, warn
+from te_torch.runtime import constant_at_trace
 from te_torch.values import check_flags
 
 
@@ -136,7 +137,7 @@ def precision_in_eager(module: Any, peek: bool = False) -> Now:
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of a region that names none: MXFP8 where the GPU has it, else per-tensor FP8."""
+    """The recipe of an `autocast` region that names none: MXFP8 where the GPU has it, else per-tensor FP8."""
     info = current_device()
     if info is not None and device.mxfp8_supported(info)[0]:
         return MXFP8BlockScaling()
@@ -339,5 +340,5 @@ def fp8_autocast(
     """The documented older name of `autocast`."""
     if misnamed:
         _refuse_names("fp8_autocast", misnamed, _OLDER_NAMES, ("enabled", "calibrating", "fp8_recipe", "fp8_group"))
-    warn("fp8_autocast is the older name of autocast(recipe=...)", DeprecationWarning, 2)
+    deprecated("fp8_autocast", "autocast(recipe=...)")
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -5,7 +5,7 @@
   floats are not the same on every processor;
 * runs the examples: the ```python blocks of a page in one process, in order, but for one that stands under
   `<!-- not run: the reason -->`. Those that are not run because `it needs a GPU` are run with --gpu;
-* follows every link to a file of the repository.
+* follows every link to a file of the repository, and to a heading of a page.
 
 With --check nothing is written; a page whose generated text has changed then fails. --no-examples runs none of them,
 as tests/docs does it: what is left is quick enough for `make check`.
@@ -40,7 +40,8 @@ _GAP = re.compile(r"[\s-]+")  # columns are as wide as their figures
 _NEEDS_GPU = "<!-- not run: it needs a GPU -->"
 _EXAMPLE = re.compile(r"(?P<skip><!-- not run: .+? -->\n+)?^```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#[^)\s]*)?\)")
+_LINK = re.compile(r"\]\((?!\w+:)(?P<file>[^)#\s]*)(?:#(?P<place>[^)\s]*))?\)")
+_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
 
 def pages() -> list[Path]:
@@ -133,9 +134,27 @@ def run_examples(text: str, gpu: bool = False) -> str | None:
     return ended.stderr if ended.returncode else None
 
 
+def places(text: str) -> set[str]:
+    """The headings of a page as links name them: small letters, no punctuation, and -1 behind the second of a name."""
+    found: dict[str, int] = {}
+    for heading in _HEADING.findall(_FENCE.sub("", text)):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        found[name] = found.get(name, -1) + 1
+        if found[name]:
+            found[f"{name}-{found[name]}"] = 0
+    return set(found)
+
+
 def dead_links(page: Path, text: str) -> list[str]:
-    """Links to files that are not there."""
-    return [to for to in _LINK.findall(_FENCE.sub("", text)) if not (page.parent / to).exists()]
+    """Links to files, or to headings of pages, that are not there."""
+    found = []
+    for link in _LINK.finditer(_FENCE.sub("", text)):
+        to = page.parent / link["file"] if link["file"] else page
+        heading = link["place"] if to.suffix == ".md" else None
+        if not to.exists() or (heading and heading not in places(text if to == page else to.read_text())):
+            found.append(link[0][2:-1])
+    return found
 
 
 def main() -> int:

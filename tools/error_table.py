@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (ROOT / "te_core", ROOT / "te_torch", ROOT / "bindings" / "jax" / "te_jax")
+FOLDERS = (ROOT / "te_core", ROOT / "te_torch", ROOT / "te_cli", ROOT / "bindings" / "jax" / "te_jax")
 BASE = "_FourPartError"  # of te_core.errors: every error that a user meets derives from it
 _ALSO = re.compile(r" Also |; an? \w+, as documented|: programs guard")  # said in the last column
 PARTS = ("operation", "got", "allowed", "do")

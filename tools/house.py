@@ -20,8 +20,8 @@ GROUND = (
     "described device recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols tokens"
 )
 TORCH_GROUND = (
-    "doors draws exchange export forks runtime quantized precisions program_names program_specs module_names likeness "
-    "module_paths listing offloading recipe utils not_built shape_runs surroundings values"
+    "deprecation doors draws exchange export forks runtime quantized precisions program_names program_specs "
+    "module_names likeness module_paths listing offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (
     "calls replays carried handovers weight_copies operators compiled_runs reruns amax_disagreement amax_reduction "
@@ -50,6 +50,7 @@ FLOORS: dict[str, list[str]] = {
     ]
     + ["te_torch"],
     "jax": ["te_jax"],
+    "command": ["te_cli"],
 }
 ORDER = list(FLOORS)
 
@@ -66,7 +67,7 @@ CIRCLES = {("te_core.dlpack", "te_core.tensor")}
 @cache
 def sources() -> dict[str, Path]:
     """Every module of the packages by its dotted name."""
-    return _modules("te_core", "te_torch", "bindings/jax/te_jax")
+    return _modules("te_core", "te_torch", "te_cli", "bindings/jax/te_jax")
 
 
 @cache
@@ -192,7 +193,7 @@ def lines(*paths: Path) -> int:
 
 
 def package(module: str) -> str:
-    """Of te_core, te_torch and te_jax, or the one below them that a module is in."""
+    """Of te_core, te_torch, te_cli and te_jax, or the one below them that a module is in."""
     parts = module.split(".")
     deep = len(parts) > 2 or sources()[module].name == "__init__.py"
     return ".".join(parts[: 2 if deep else 1])

@@ -1,7 +1,7 @@
 """Records of the suite on a GPU, beside the benchmarks' results: which commit ran, on what, and what came of it.
 
     python tools/suite_record.py write build/gpu/tests.xml --shard 1/2 --out build/gpu     what `make gpu` does
-    python tools/suite_record.py newest          the newest records as Markdown, for docs/verification.md
+    python tools/suite_record.py newest          the newest records as Markdown, for docs/guides/20-verification.md
     python tools/suite_record.py check           whether the tree at hand is the one that they are of
 
 `sources` is a digest of the library's and the tests' files: it holds where git cannot tell what ran.
@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import harness  # noqa: E402
 from tests import tally  # noqa: E402
 
-#: Records of runs that do not stand for the suite, by their names: how docs/verification.md shows them.
+#: Records of runs that do not stand for the suite, by their names: how docs/guides/20-verification.md shows them.
 BESIDE = {
     "interpreted": "With no call replayed (`make gpu-interpreted`",
     "ranks": "The tests of ranks, two of which share a GPU (NCCL; `make gpu-ranks`",
@@ -112,12 +112,12 @@ def _count(record: dict[str, Any]) -> str:
 
 
 def _link(path: Path) -> str:
-    """A link from a page in docs/."""
-    return f"[{path.name}](../{path.resolve().relative_to(ROOT).as_posix()})"
+    """A link from a page in docs/guides."""
+    return f"[{path.name}](../../{path.resolve().relative_to(ROOT).as_posix()})"
 
 
 def markdown(found: Sequence[Record], beside: Mapping[str, Sequence[Record]] | None = None) -> str:
-    """The records as docs/verification.md shows them, with other kinds (`BESIDE`) of the same sources."""
+    """The records as docs/guides/20-verification.md shows them, with other kinds (`BESIDE`) of the same sources."""
     if not found:
         return "The suite has not run on a GPU yet: `make gpu`."
     about = found[-1][1]["about"]

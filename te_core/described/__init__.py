@@ -47,7 +47,10 @@ def shown(default: Any) -> str:
     """A default in words of Python."""
     if isinstance(default, enum.Enum):
         return f"{type(default).__name__}.{default.name}"
-    return default.__name__ if isinstance(default, type) else repr(default)
+    if isinstance(default, FunctionType):  # one that another makes is named by it
+        return default.__qualname__.partition(".<locals>")[0]
+    said = default.__name__ if isinstance(default, type) else repr(default)
+    return "..." if " object at 0x" in said else said  # a mark, whose address says nothing
 
 
 class Describer:
@@ -85,7 +88,7 @@ class Describer:
         """Of a class: a method, or something else."""
         if type(value) in (classmethod, staticmethod):
             value = value.__func__
-        if type(value) is FunctionType:
+        if type(value) is FunctionType and value.__module__.startswith("te_"):  # no default of a dataclass's field
             self._function(value, f"{owner}.{name}", name)
 
     def _constructor(self, cls: type, ours: Sequence[type]) -> None:

@@ -3,7 +3,8 @@
 // Forward   x [rows, cols] -> y [rows, cols];  gated: x [rows, 2 cols] = (a | b) -> act(a) * b
 // Backward  dy [rows, cols], x as above -> dx of x's shape;  gated: (dy * b * act'(a) | dy * act(a))
 // Everything is computed in float32 and rounded to T; amax, cast and column sums start from the rounded value.
-// SCALING, tiling and transposition as in quantize.cu (common/fp8_tile.cuh).
+// SCALING, tiling and transposition as in quantize.cu (common/fp8_tile.cuh). With BLOCKS=1 the file's kernel is
+// activation_block: to FP8 with a scale for each block, as quantize_block.cu makes it of the rounded values.
 // Measured 2026-11-21, H200, 8192 x 4096 bf16, against a copy's 4.25 TB/s, L2 flushed but dirty (a copy: 88 %): cast in
 // both orientations after gelu 40.0 us (79 %), swiglu 55.9 us (85 %), dgelu with column sums 60.6 us (78 %; 84 %
 // without them), dswiglu 97.3 us (81 %; 87 %); values alone: gelu 38.6 us (82 %), swiglu 52.8 us (90 %).
@@ -16,6 +17,7 @@
 //
 // -D DTYPE=…  FORMAT=…  SCALING=…  TALL=…  COLUMNWISE=…  COLUMN_SUM=…  ALIGNED=…  KEEP=0|1 (y is written)
 //    BACKWARD=0|1  KIND=GELU|QGELU|RELU|SRELU|SILU|SIGMOID|CLAMPED (the last two gated only)  GATED=0|1
+//    BLOCKS=1: TILED=0|1 and ROWWISE=0|1 in the place of SCALING, TALL and KEEP
 // compile-check: DTYPE=bf16 FORMAT=E4M3 SCALING=GIVEN_SCALE TALL=1 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1 KEEP=0 KIND=GELU GATED=0 BACKWARD=0
 // compile-check: DTYPE=bf16 FORMAT=E5M2 SCALING=GIVEN_SCALE TALL=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=1 KEEP=0 KIND=SILU GATED=1 BACKWARD=1
 // compile-check: DTYPE=float FORMAT=E4M3 SCALING=NO_CAST TALL=0 COLUMNWISE=0 COLUMN_SUM=0 ALIGNED=0 KEEP=1 KIND=QGELU GATED=0 BACKWARD=1
@@ -25,7 +27,18 @@
 // compile-check: DTYPE=bf16 FORMAT=E4M3 SCALING=GIVEN_SCALE TALL=1 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1 KEEP=0 KIND=CLAMPED GATED=1 BACKWARD=0
 // compile-check: DTYPE=float FORMAT=E4M3 SCALING=NO_CAST TALL=0 COLUMNWISE=0 COLUMN_SUM=0 ALIGNED=0 KEEP=1 KIND=SIGMOID GATED=1 BACKWARD=1
 // compile-check: DTYPE=bf16 FORMAT=E5M2 SCALING=GIVEN_SCALE TALL=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=1 KEEP=0 KIND=SIGMOID GATED=1 BACKWARD=1
-#include "common/fp8_tile.cuh"
+// compile-check: DTYPE=bf16 FORMAT=E4M3 BLOCKS=1 TILED=0 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1 KIND=SILU GATED=1 BACKWARD=0
+// compile-check: DTYPE=bf16 FORMAT=E4M3 BLOCKS=1 TILED=0 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1 KIND=SILU GATED=1 BACKWARD=1
+// compile-check: DTYPE=bf16 FORMAT=E4M3 BLOCKS=1 TILED=0 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=1 KIND=GELU GATED=1 BACKWARD=1
+// compile-check: DTYPE=bf16 FORMAT=E4M3 BLOCKS=1 TILED=0 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=1 KIND=GELU GATED=0 BACKWARD=1
+// compile-check: DTYPE=fp16 FORMAT=E4M3 BLOCKS=1 TILED=0 ROWWISE=1 COLUMNWISE=0 COLUMN_SUM=0 ALIGNED=0 KIND=GELU GATED=0 BACKWARD=0
+// compile-check: DTYPE=fp16 FORMAT=E5M2 BLOCKS=1 TILED=1 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=1 KIND=CLAMPED GATED=1 BACKWARD=1
+// compile-check: DTYPE=float FORMAT=E4M3 BLOCKS=1 TILED=0 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1 KIND=CLAMPED GATED=1 BACKWARD=0
+#include "common/block_tile.cuh"
+
+#ifndef BLOCKS
+#define BLOCKS 0
+#endif
 
 typedef DTYPE T;
 
@@ -37,8 +50,12 @@ struct Clamp {
 };
 
 // Stages of the queue and blocks of a multiprocessor: what was fastest on the H200, without register spills.
+#if BLOCKS
+constexpr int STAGES = 1;  // there is no queue
+#else
 constexpr int STAGES = TALL && !GATED && !BACKWARD ? 4 : 2, LOAD = GATED + BACKWARD;
 constexpr int MIN_BLOCKS = TALL ? (LOAD == 0 ? 6 : (LOAD == 1 ? 5 : 3)) : (LOAD == 0 ? 8 : (LOAD == 1 ? 6 : 4));
+#endif
 
 // 0.5 x (1 + tanh(u)) = x sigmoid(2u);  2u = x (GELU_1 + GELU_3 x^2)
 constexpr float GELU_1 = 2.f * 0.7978845608f, GELU_3 = GELU_1 * 0.044715f, QGELU_1 = 1.702f;
@@ -135,13 +152,14 @@ constexpr int V = 16 / sizeof(T);
 #if BACKWARD
 struct Producer {  // operands: dy, a (or x), b
     static constexpr int OUTPUTS = 1 + GATED, OPERANDS = 2 + GATED, DEPTH = STAGES, FLAT_ROWS = 4;
+    static constexpr bool AS_IT_IS = false;
     const T* dy;
     const T* x;
     i64 cols;
     Clamp clamp;
     __device__ __forceinline__ const T* operand(int k) const { return k == 0 ? dy : (k == 1 ? x : x + cols); }
     __device__ __forceinline__ i64 pitch(int k) const { return k == 0 ? cols : (1 + GATED) * cols; }
-    __device__ __forceinline__ void values(const Pack (&raw)[OPERANDS], Pack (&out)[OUTPUTS]) const {
+    __device__ __forceinline__ void values(const Pack (&raw)[OPERANDS], Pack (&out)[OUTPUTS], i64, i64) const {
         float g[V], a[V], b[V];
         unpack<T>(raw[0], g);
         unpack<T>(raw[1], a);
@@ -161,13 +179,14 @@ struct Producer {  // operands: dy, a (or x), b
 #else
 struct Producer {  // operands: a (or x), b
     static constexpr int OUTPUTS = 1, OPERANDS = 1 + GATED, DEPTH = STAGES, FLAT_ROWS = 4;
+    static constexpr bool AS_IT_IS = false;
     const T* dy;
     const T* x;
     i64 cols;
     Clamp clamp;
     __device__ __forceinline__ const T* operand(int k) const { return k == 0 ? x : x + cols; }
     __device__ __forceinline__ i64 pitch(int) const { return (1 + GATED) * cols; }
-    __device__ __forceinline__ void values(const Pack (&raw)[OPERANDS], Pack (&out)[1]) const {
+    __device__ __forceinline__ void values(const Pack (&raw)[OPERANDS], Pack (&out)[1], i64, i64) const {
         float a[V], b[V];
         unpack<T>(raw[0], a);
         if (GATED) unpack<T>(raw[OPERANDS - 1], b);
@@ -183,6 +202,19 @@ struct Producer {  // operands: a (or x), b
 #endif
 
 // One entry for both directions: BACKWARD=1 reads dy, BACKWARD=0 ignores it.
+#if BLOCKS
+typedef BlockShape<T> Shape;
+typedef BlockCast<FORMAT, TILED, ROWWISE, COLUMNWISE, COLUMN_SUM, ALIGNED> Delivered;
+
+extern "C" __global__ void __launch_bounds__(Shape::THREADS, Shape::RESIDENT / Producer::OUTPUTS)
+    activation_block(const T* dy, const T* x, u8* rowwise, float* row_scale, u8* columnwise, float* column_scale,
+                     float* column_sum, float epsilon, int power_of_two, i64 rows, i64 cols, int across, float limit,
+                     float alpha, float offset) {
+    const Producer producer = {dy, x, cols, {limit, alpha, offset}};
+    const BlockSink sink = {rowwise, row_scale, columnwise, column_scale, column_sum};
+    quantize_tile<T, Delivered>(producer, sink, epsilon, power_of_two, rows, cols, across, blockIdx.x);
+}
+#else
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS)
     activation(const T* dy, const T* x, T* y, u8* rowwise, u8* columnwise, const float* source, float* scale_inv,
                float* amax, float* column_sum, i64 rows, i64 cols, int steps, float limit, float alpha, float offset) {
@@ -192,3 +224,4 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS)
     walk_tiles<T, FORMAT, SCALING, TALL, COLUMNWISE, COLUMN_SUM, KEEP, ALIGNED>(producer, sink, scaling, rows, cols,
                                                                                 steps);
 }
+#endif

@@ -9,7 +9,7 @@
 // H200, 2026-11-21, RMSNorm 8192 x 4096 bf16 (benchmarks/attention_kernels.py): 93 % of the speed of a copy, with
 // dropout 86 %.
 //
-// y only with VALUES=1, FP8 only with CAST=1, cast from the value rounded to OUT. padded() rounds up to 16; the tail is
+// y only with VALUES=1 (neither: the moments alone, for norm_block.cu), FP8 only with CAST=1, cast from the value rounded to OUT. padded() rounds up to 16; the tail is
 // written as zeros. AMAX says what becomes of max |y| (NaN loses): KEEP_NONE; RAISE: *amax is raised to it; PARTIALS:
 // amax[block] (current scaling, whose cast is a second pass).
 //
@@ -35,6 +35,7 @@
 // compile-check: IN=float GAMMA=fp16 OUT=bf16 KIND=LAYER ZERO_CENTERED=1 VEC=1 ITERS=0 SIZE=1024 FULL=0 TEAMS=1 STAGES=0 ROWS=32 VALUES=0 CAST=1 ROWWISE=0 COLUMNWISE=1 AMAX=RAISE FORMAT=E4M3 MIN_BLOCKS=1 RESIDUAL=1 BIAS=0 DROPOUT=1
 // compile-check: IN=fp16 GAMMA=fp16 OUT=fp16 KIND=RMS ZERO_CENTERED=0 VEC=1 ITERS=1 SIZE=4 FULL=0 TEAMS=32 STAGES=1 ROWS=32 VALUES=0 CAST=1 ROWWISE=1 COLUMNWISE=1 AMAX=KEEP_NONE FORMAT=E4M3 MIN_BLOCKS=1 RESIDUAL=1 BIAS=1 DROPOUT=1
 // compile-check: IN=float GAMMA=float OUT=float KIND=RMS ZERO_CENTERED=0 VEC=4 ITERS=4 SIZE=64 FULL=1 TEAMS=2 STAGES=2 ROWS=2 VALUES=1 CAST=0 ROWWISE=0 COLUMNWISE=0 AMAX=PARTIALS FORMAT=E4M3 MIN_BLOCKS=1 RESIDUAL=1 BIAS=0 DROPOUT=0
+// compile-check: IN=bf16 GAMMA=bf16 OUT=bf16 KIND=RMS ZERO_CENTERED=0 VEC=8 ITERS=4 SIZE=64 FULL=1 TEAMS=4 STAGES=2 ROWS=4 VALUES=0 CAST=0 ROWWISE=0 COLUMNWISE=0 AMAX=KEEP_NONE FORMAT=E4M3 MIN_BLOCKS=4 RESIDUAL=1 BIAS=0 DROPOUT=0
 #include "common/dropout.cuh"
 #include "common/row.cuh"
 

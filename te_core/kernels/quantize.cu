@@ -21,19 +21,10 @@
 
 typedef DTYPE T;
 
-struct Matrix {
-    static constexpr int OUTPUTS = 1, OPERANDS = 1, DEPTH = 4, FLAT_ROWS = 8;
-    const T* x;
-    i64 cols;
-    __device__ __forceinline__ const T* operand(int) const { return x; }
-    __device__ __forceinline__ i64 pitch(int) const { return cols; }
-    __device__ __forceinline__ void values(const Pack (&raw)[1], Pack (&out)[1]) const { out[0] = raw[0]; }
-};
-
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, TALL ? 5 : 6)
     quantize(const T* x, u8* rowwise, u8* columnwise, const float* source, float* scale_inv, float* amax,
              float* column_sum, int n_partials, float epsilon, int power_of_two, i64 rows, i64 cols, int steps) {
-    const Matrix producer = {x, cols};
+    const Matrix<T> producer = {x, cols};
     const TileSink<T> sink = {nullptr, rowwise, columnwise, amax, column_sum};
     const TileScale scaling = {source, n_partials, epsilon, power_of_two, scale_inv};
     walk_tiles<T, FORMAT, SCALING, TALL, COLUMNWISE, COLUMN_SUM, false, ALIGNED>(producer, sink, scaling, rows, cols,

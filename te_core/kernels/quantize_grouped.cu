@@ -17,15 +17,6 @@
 
 typedef DTYPE T;
 
-struct Matrix {
-    static constexpr int OUTPUTS = 1, OPERANDS = 1, DEPTH = 4, FLAT_ROWS = 8;
-    const T* x;
-    i64 cols;
-    __device__ __forceinline__ const T* operand(int) const { return x; }
-    __device__ __forceinline__ i64 pitch(int) const { return cols; }
-    __device__ __forceinline__ void values(const Pack (&raw)[1], Pack (&out)[1]) const { out[0] = raw[0]; }
-};
-
 struct Group {
     const T* x;
     u8 *rowwise, *columnwise;
@@ -48,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, TALL ? 5 : 6)
     const Group& g = table.group[group_of(table, blockIdx.x)];
     const u32 block = blockIdx.x - g.first;
     const BlockPlace place = {block % table.across, block / table.across, table.across, g.down};
-    const Matrix producer = {g.x, table.cols};
+    const Matrix<T> producer = {g.x, table.cols};
     const TileSink<T> sink = {nullptr, g.rowwise, g.columnwise, g.amax, g.column_sum};
     const TileScale scaling = {g.source, g.n_partials, table.epsilon, table.power_of_two, g.scale_inv};
     walk_tiles<T, FORMAT, SCALING, TALL, COLUMNWISE, COLUMN_SUM, false, ALIGNED>(producer, sink, scaling, g.rows,

@@ -325,8 +325,8 @@ def _activation_gradient(
     rule = None
     if p is not None and p.backward is None and (needs.input or needs.weight):
         rule = p.grad
-    per_tensor = rule is not None and rule.scaling in ("delayed", "current") and is_plain_rule(rule)
-    fused = rule is None or (per_tensor and not inspected)
+    in_its_pass = rule is not None and rule.scaling in ("delayed", "current", "block") and is_plain_rule(rule)
+    fused = rule is None or (in_its_pass and not inspected)
     cast = None
     if rule is not None and fused:
         cast = backward_cast(rule, fc1.scales, FC1, rowwise=needs.input, columnwise=needs.weight)

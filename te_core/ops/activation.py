@@ -21,8 +21,8 @@ from typing import NamedTuple
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
-from te_core.ops.quantize import allocate, check_cast, key_of, quantize
-from te_core.quantized import Cast, CastKey, QuantizedTensor
+from te_core.ops.quantize import allocate, check_cast, is_apart, key_of, needs_values, quantize
+from te_core.quantized import BLOCK, Cast, CastKey, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
@@ -96,15 +96,14 @@ def activation_forward(
     `clamp` is for clamped_swiglu (None: the defaults).
     """
     # A launch of its own, from the rounded values, as fused kernels have them.
-    if cast is not None and (cast.format.scaling != "tensor" or cast.nonfinite is not None):
+    if cast is not None and is_apart(cast, keep):
         y, _ = activation_forward(rt, x, kind, clamp=clamp)
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast)
     _check_input("activation_forward", rt.device, x, kind, cast, clamp)
     spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, _check.off(x))
     shape = _result_shape(x, kind)
-    wants_y = cast is None or keep or cast.scale is None
-    y = rt.empty(shape, x.dtype) if wants_y else None
+    y = rt.empty(shape, x.dtype) if needs_values(cast, keep) else None
     q = allocate(rt, shape, cast) if cast is not None else None
     rt.backend.activation_forward(rt, spec, ActivationOperands(x, None, y, cast, q, None))
     return (y if cast is None or keep else None), q
@@ -126,7 +125,7 @@ def activation_backward(
     column_sum: Tensor | None = None,
 ) -> tuple[Tensor | None, QuantizedTensor | None]:
     """(dx, quantized): dx has the shape and dtype of x. `column_sum` is set to the column sums of the rounded dx."""
-    if cast is not None and (cast.format.scaling != "tensor" or cast.nonfinite is not None):
+    if cast is not None and is_apart(cast, keep, in_blocks=kind not in GATED or _halves_fit(x)):
         dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
@@ -138,11 +137,15 @@ def activation_backward(
     _check.written(op, "column_sum", column_sum)
     sums, off = _check.dtype(column_sum), _check.off(x, dy)
     spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, off, sums)
-    wants_dx = cast is None or keep or cast.scale is None
-    dx = rt.empty(x.shape, x.dtype) if wants_dx else None
+    dx = rt.empty(x.shape, x.dtype) if needs_values(cast, keep) else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
     rt.backend.activation_backward(rt, spec, ActivationOperands(x, dy, dx, cast, q, column_sum))
     return (dx if cast is None or keep else None), q
+
+
+def _halves_fit(x: Tensor) -> bool:
+    """Whether a gradient's halves are whole blocks, and two tiles fit into any multiprocessor at once."""
+    return x.shape[1] % (2 * BLOCK["block"]) == 0 and x.dtype.itemsize == 2
 
 
 def _check_input(op: str, device: Device, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp | None) -> None:

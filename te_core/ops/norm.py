@@ -19,7 +19,7 @@ from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.elementwise import check_dropout, check_pair
-from te_core.ops.quantize import allocate, check_cast, key_of, quantize
+from te_core.ops.quantize import allocate, check_cast, is_apart, key_of, needs_values, quantize
 from te_core.quantized import Cast, CastKey, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -108,7 +108,7 @@ def norm_forward(
     mean is None for RMSNorm. `sm_margin` leaves that many multiprocessors to others.
     """
     # A launch of its own, from the rounded values, as fused kernels have them.
-    if cast is not None and (cast.format.scaling != "tensor" or cast.nonfinite is not None):
+    if cast is not None and is_apart(cast, keep, in_blocks=out_dtype in (None, x.dtype)):
         y, _, mean, rstd = norm_forward(
             rt,
             x,
@@ -142,9 +142,7 @@ def norm_forward(
     spec = replace(spec, cast=key_of(cast), keep=keep)
     if branch is not None:
         spec = replace(spec, branch=True, bias=branch.bias is not None, p=branch.p)
-    # Current scaling needs the whole result before it can cast, so the rounded values are always written there.
-    wants_y = cast is None or keep or cast.scale is None
-    y = rt.empty(x.shape, out_dtype) if wants_y else None
+    y = rt.empty(x.shape, out_dtype) if needs_values(cast, keep) else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
     mean = rt.empty((x.shape[0],), dtypes.float32) if kind == "LayerNorm" else None
     rstd = rt.empty((x.shape[0],), dtypes.float32)

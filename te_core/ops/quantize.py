@@ -29,6 +29,21 @@ def key_of(cast: Cast | None) -> CastKey | None:
     return None if cast is None else cast.key
 
 
+def is_apart(cast: Cast | None, keep: bool, in_blocks: bool = True) -> bool:
+    """Whether a cast of what another kernel computes is a launch of its own, from the rounded values.
+
+    `keep`: the values are wanted besides. `in_blocks`: the kernel can deliver them with a scale for each block.
+    """
+    if cast is None or cast.nonfinite is not None:
+        return cast is not None
+    return cast.format.scaling != "tensor" and (keep or not in_blocks or cast.format.scaling != "block")
+
+
+def needs_values(cast: Cast | None, keep: bool) -> bool:
+    """Whether the rounded values are written: current scaling needs all of them before it can cast."""
+    return cast is None or keep or (cast.scale is None and cast.format.scaling == "tensor")
+
+
 def _named(what: str, form: Format) -> str:
     """What a backend calls an operation on this format."""
     return what if form.scaling == "tensor" else what + "_" + form.scaling

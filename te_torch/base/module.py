@@ -134,7 +134,7 @@ def _trace_call(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...]) -> str:
 
 
 class BaseModule(TensorParallel, CallingModule):
-    """A module whose GEMMs run in the precision of the active region."""
+    """A module whose GEMMs run in the precision of the active `autocast` region."""
 
     _in_regions = True
     gemms = 1  # matrix products with scaling state of their own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -17,6 +16,7 @@ from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
 from te_torch.custom import custom_precisions
+from te_torch.deprecation import deprecated
 from te_torch.module_names import name_of, warn_once
 from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch
@@ -78,7 +78,7 @@ def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Any:
     """The documented older name of `quantized_model_init`."""
-    warnings.warn("fp8_model_init is the older name of quantized_model_init", DeprecationWarning, stacklevel=2)
+    deprecated("fp8_model_init", "quantized_model_init")
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from email.message import EmailMessage
 from importlib.abc import Loader
@@ -17,6 +16,7 @@ import te_core
 from te_core import naming
 from te_torch import not_built
 from te_torch.compat.contents import CONTENTS, DEFINED, DEPRECATED, PACKAGES, ROOT, VERSION
+from te_torch.deprecation import deprecated
 
 FOLDER = Path(__file__).resolve().parent / ROOT
 
@@ -139,7 +139,7 @@ class _Deprecated(ModuleType):
         if not attribute.startswith("__"):
             name = super().__getattribute__("__name__")
             newer = f"{ROOT}.{DEPRECATED[name.partition('.')[2]]}"
-            warnings.warn(f"{name} is the older name of {newer}", DeprecationWarning, stacklevel=2)
+            deprecated(name, newer)
         return super().__getattribute__(attribute)
 
 

@@ -351,10 +351,10 @@ def bisect(
 ) -> Bisection:
     """Find the fewest GEMMs that, in high precision, bring the result of `step_fn(model)` back.
 
-    step_fn runs the model in its region, over one step or several, and returns the loss; if it leaves gradients, these
-    are compared, else the loss (`compare`: "loss" or "gradients"). It has to do the same each time: before every run
-    the model, its gradients, its FP8 state and all generators are set back, and what `restore` lists (optimizers and
-    schedulers, whose state_dict is loaded). Afterwards everything is as it was before.
+    step_fn runs the model in its `autocast` region, over one step or several, and returns the loss; if it leaves
+    gradients, these are compared, else the loss (`compare`: "loss" or "gradients"). It has to do the same each time:
+    before every run the model, its gradients, its FP8 state and all generators are set back, and what `restore` lists
+    (optimizers and schedulers, whose state_dict is loaded). Afterwards everything is as it was before.
 
     level: "gemm" switches the GEMMs of a layer one by one, "layer" all together. tolerance: what a good result may be
     off by, as a share (of the loss, or of the gradient of the worst parameter); None: what stands out of what healthy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from te_torch.base.plans import Drawn, Prepared
 from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
 from te_torch.base.unit import Unit
 from te_torch.calls import OF_NORM_LINEAR
+from te_torch.deprecation import deprecated
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
@@ -69,7 +69,7 @@ class NormParameters(BaseModule):
 
     def reset_layer_norm_parameters(self) -> None:
         """The older way to initialise the norm's parameters alone."""
-        warnings.warn("reset_layer_norm_parameters: use reset_parameters", DeprecationWarning, stacklevel=2)
+        deprecated("reset_layer_norm_parameters", "reset_parameters")
         for name in ("layer_norm_weight", "layer_norm_bias"):
             if self._parameters.get(name) is not None:
                 self._initialise(name)
@@ -177,7 +177,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
     ) -> Any:
         """out, (out, bias), (out, norm output) or (out, bias, norm output), as the constructor asked.
 
-        For a `Branch` the sum that it stands for comes last.
+        `inp` may be a `Branch`: an input that is yet to be added to the residual. The sum then comes last.
         """
         if isinstance(inp, Branch):
             if fp8_grad:

@@ -153,7 +153,7 @@ class LayerNormMLP(NormParameters):
     def forward(self, inp: torch.Tensor | Branch, is_first_microbatch: bool | None = None) -> Any:
         """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked.
 
-        For a `Branch` the sum that it stands for comes last.
+        `inp` may be a `Branch`: an input that is yet to be added to the residual. The sum then comes last.
         """
         inputs, stream = given_of(inp)
         return self._call(inputs, (is_first_microbatch, stream))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -16,6 +15,7 @@ from te_torch.autocast import Now
 from te_torch.base.module import CallingModule, materialised
 from te_torch.base.options import check_values
 from te_torch.base.plans import UNKNOWN, Prepared
+from te_torch.deprecation import deprecated
 from te_torch.export import layers
 from te_torch.function import Call, of_table, register
 from te_torch.quantized import QuantizedTorch
@@ -101,7 +101,7 @@ class _Norm(CallingModule):
             init(parameter)
 
     def _reset_by_older_name(self, name: str) -> None:
-        warnings.warn(f"{type(self).__name__}.{name}: use reset_parameters", DeprecationWarning, stacklevel=3)
+        deprecated(f"{type(self).__name__}.{name}", "reset_parameters", 2)
         self.reset_parameters()
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _one_of_two(operation: str, name: str, value: Any, old_name: str, old: Any) 
         return value
     if value is not None:
         raise RuntimeError(f"{operation}: give {name} or its older name {old_name}, not both")
-    warnings.warn(f"{operation}: {old_name} is the older name of {name}", DeprecationWarning, stacklevel=3)
+    deprecated(f"{operation}: {old_name}", name, 2)
     return old
 
 

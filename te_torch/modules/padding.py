@@ -56,7 +56,7 @@ class _Aligned(NamedOptions, torch.nn.Module):
 
 
 class Fp8Padding(_Aligned):
-    """Fills each group of rows up with zeros to a multiple of `align_size` (None: of the first region's recipe).
+    """Fills each group of rows up with zeros to a multiple of `align_size` (None: what the first call's recipe needs).
 
     Example:
         rows, sizes = te.Fp8Padding(2, align_size=16)(torch.randn(30, 64), [20, 10])  # 48 rows of groups [32, 16]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tensor import Tensor
+from te_torch.deprecation import deprecated
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS, in_place, is_dtensor, to_core
 
@@ -86,8 +86,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _note_set_grad_none(self, value: bool | None) -> None:
         self.set_grad_none = value
         if value is not None:
-            text = "set_grad_none is deprecated: pass set_to_none to zero_grad()"
-            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            deprecated("set_grad_none", "zero_grad(set_to_none=...)", 2)
 
     def _loss(self, closure: Callable[[], Any] | None) -> Any:
         if closure is None:

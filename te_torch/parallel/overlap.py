@@ -20,6 +20,7 @@ from te_core import env
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.overlap import BULK, EXTERNAL, METHODS, PIPELINE, RING, Overlap, Way
 from te_core.precision import Precision
+from te_torch.deprecation import deprecated
 from te_torch.parallel import peers
 from te_torch.values import is_flag
 
@@ -189,11 +190,8 @@ def _check_process(tp_size: int, backend: str | None, with_cublasmp: bool) -> No
 
 def _modes(given: Any, use_fp8: bool) -> list[UserBufferQuantizationMode]:
     if not given and (given is None or isinstance(given, list)):
-        warnings.warn(
-            "initialize_ub: use_fp8 is deprecated; pass quantization_modes=[UserBufferQuantizationMode.FP8] or [NONE]",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+        modes = "quantization_modes=[UserBufferQuantizationMode.FP8] or [NONE]"
+        deprecated("initialize_ub: use_fp8", modes, 2)
         return [_FP8 if use_fp8 else _NONE]
     if not isinstance(given, list) or not all(isinstance(mode, UserBufferQuantizationMode) for mode in given):
         raise TypeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from math import prod
 from threading import RLock
@@ -14,6 +13,7 @@ from te_core.ops import raw as ops
 from te_core.precision import Operand, rule_of
 from te_core.quantized import Format
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_torch.deprecation import deprecated
 from te_torch.exchange import all_reduce
 from te_torch.runtime import runtime_for, to_core, to_torch
 from te_torch.tensors import kinds
@@ -540,7 +540,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         for name, given in (("use_existing_amax", use_existing_amax), ("scale", scale), ("amax", amax)):
             if given is not None and given is not False:
-                warnings.warn(f"Float8CurrentScalingQuantizer: {name} has no effect", DeprecationWarning, stacklevel=2)
+                deprecated(f"Float8CurrentScalingQuantizer: {name}", "none: the argument has no effect")
         self._check(amax_epsilon, with_amax_reduction=with_amax_reduction, force_pow_2_scales=force_pow_2_scales)
         self.dtype = DType.cast(fp8_dtype)
         fp8(self.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.deprecation import deprecated
 from te_torch.exchange import all_reduce
 from te_torch.tensors import run
 from te_torch.tensors.base import spans
@@ -163,9 +163,7 @@ def _write_flat(data: torch.Tensor, start: int, values: torch.Tensor) -> None:
 
 def cast_master_weights_to_fp8(*args: Any, **kwargs: Any) -> None:
     """The older name of `quantize_master_weights`."""
-    warnings.warn(
-        "cast_master_weights_to_fp8 is the older name of quantize_master_weights", DeprecationWarning, stacklevel=2
-    )
+    deprecated("cast_master_weights_to_fp8", "quantize_master_weights")
     quantize_master_weights(*args, **kwargs)
 
 

@@ -18,6 +18,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tokens import enrolled, living
 from te_torch.autocast import Ran, Region, active, prepare_default
 from te_torch.base.module import CallingModule
+from te_torch.deprecation import deprecated
 from te_torch.doors import either
 from te_torch.draws import Repeated, capturing
 from te_torch.forks import not_a_tracker
@@ -42,9 +43,9 @@ def checkpoint(
 ) -> Any:
     """function(*args, **kwargs), of which only the inputs are kept; backward computes the rest again.
 
-    As torch.utils.checkpoint, whose options it takes (`context_fn` with use_reentrant=True, too); besides, the region
-    that it is called in is carried along: what is computed again is computed in the same precision, whatever regions
-    and forwards come in between. A module without any of ours in it goes to torch's.
+    As torch.utils.checkpoint, whose options it takes (`context_fn` with use_reentrant=True, too); besides, the
+    `autocast` region that it is called in is carried along: what is computed again is computed in the same precision,
+    whatever regions and forwards come in between. A module without any of ours in it goes to torch's.
 
     Random numbers are the same in both runs: torch's own, those of every CudaRNGStatesTracker, and those of the tracker
     that `get_rng_state_tracker` returns. With `distribute_saved_activations` each rank of `tp_group` (None: of all)
@@ -60,11 +61,8 @@ def checkpoint(
         y.sum().backward()
     """
     if _is_older_form(args):
-        warn(
-            "checkpoint: pass distribute_saved_activations, get_rng_state_tracker and tp_group by name",
-            DeprecationWarning,
-            2,
-        )
+        names = "distribute_saved_activations, get_rng_state_tracker and tp_group"
+        deprecated(f"checkpoint: {names} by position", "them by name")
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
     if not callable(function):

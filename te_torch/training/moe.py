@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError
+from te_torch.deprecation import deprecated
 from te_torch.doors import either
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import check_dtype, warn
@@ -141,7 +142,7 @@ def moe_unpermute(
     if probs is not None:
         if merging_probs is not None:
             raise ArgumentError(op, "probs and merging_probs", "one of them", "pass merging_probs alone")
-        warn("moe_unpermute: probs is the older name of merging_probs", DeprecationWarning, 2)
+        deprecated("moe_unpermute: probs", "merging_probs")
         merging_probs = probs
     _check_map_type(op, map_type)
     _check_tensors(op, inp=inp, row_id_map=row_id_map)

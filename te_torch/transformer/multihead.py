@@ -99,7 +99,8 @@ def _overlapping(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 class MultiheadAttention(Unit):
-    """Attention of `num_attention_heads` heads between projections, in the precision of the active region.
+    """Attention of `num_attention_heads` heads between projections, in the precision of the active `autocast`
+    region.
 
     Raises:
         ArgumentError: An argument has a value that is not allowed, or the heads do not fit.
@@ -320,8 +321,8 @@ class MultiheadAttention(Unit):
         """out [*, hidden_size], (out, bias), (out, norm output) or (out, bias, norm output), as the constructor asked.
 
         hidden_states is [s, b, H], [b, s, H] or [t, H] by `qkv_format`; `encoder_output`, which keys and values of
-        cross attention are made of, likewise. The other arguments are those of DotProductAttention. For a `Branch`
-        the stream comes back as the last of the outputs.
+        cross attention are made of, likewise. The other arguments are those of DotProductAttention. hidden_states may
+        be a `Branch`: an input that is yet to be added to the residual. The sum then comes last.
         """
         if attn_mask_type is not None:
             attn_mask_type = canonical_mask("MultiheadAttention.forward", attn_mask_type)

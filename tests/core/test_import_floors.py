@@ -31,7 +31,7 @@ def edges() -> list[tuple[str, str, str, str]]:
 
 
 def ours(name: str) -> bool:
-    return name.split(".")[0] in ("te_core", "te_torch", "te_jax")
+    return name.split(".")[0] in ("te_core", "te_torch", "te_cli", "te_jax")
 
 
 def test_no_circle_but_these() -> None:
@@ -80,7 +80,7 @@ def test_neighbours_do_not_know_each_other() -> None:
 
 
 def adapter(module: str) -> bool:
-    return within(module, "te_torch") or within(module, "te_jax")
+    return any(within(module, package) for package in ("te_torch", "te_cli", "te_jax"))
 
 
 def test_adapters_keep_away_from_backends() -> None:

@@ -17,8 +17,8 @@ import jax.numpy as jnp  # noqa: E402
 import torch  # noqa: E402
 
 from examples import gpt_jax, gpt_jax_devices  # noqa: E402
-from examples.settings import RECIPES, TEXT, GPTConfig, Settings  # noqa: E402
-from examples.training import Text, Trainer, schedule  # noqa: E402
+from te_cli.settings import RECIPES, TEXT, GPTConfig, Settings  # noqa: E402
+from te_cli.training import Text, Trainer, schedule  # noqa: E402
 from tests import programs  # noqa: E402
 from tests.tolerances import DB, snr_db  # noqa: E402
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,12 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 import te_jax as te  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
-from te_jax import rules  # noqa: E402
+from te_jax import record, rules  # noqa: E402
+from te_jax.state import _update  # noqa: E402
 
+from te_core import UnsupportedError  # noqa: E402
 from te_core.layers.table import LAYERS  # noqa: E402
+from te_core.tensor import cuda_device  # noqa: E402
 from tests.jax.test_te_jax import DELAYED, ON_GPU, W1, W2, B, P, X, alike, loss_of  # noqa: E402
 
 BOTH = jax.value_and_grad(loss_of, argnums=(0, 1))
@@ -59,6 +64,22 @@ def test_a_compiled_program_outlives_what_made_it(monkeypatch: pytest.MonkeyPatc
     jax.clear_caches()
     gc.collect()
     alike(compiled(P, state, X[:3]), wanted)
+
+
+def test_a_program_has_room_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of one kind may need different temporaries. A GPU for which it was not lowered must need no more."""
+    work, needed = _update(2, 4, "max", 448.0), {0: 0, 1: 512, 2: 256, 3: 1024}
+
+    def brought(rt: Any, *_: Any) -> Any:
+        return SimpleNamespace(made=SimpleNamespace(block=needed[rt], results=tuple))
+
+    monkeypatch.setattr(record, "runtime", lambda device: device.index)
+    monkeypatch.setattr(record, "brought", brought)
+    gpus = [cuda_device(i) for i in needed]
+    assert work.temporaries(gpus[:2]) == 512
+    assert work.on(gpus[2]).made.block == 256
+    with pytest.raises(UnsupportedError, match="1024 bytes of temporaries on cuda:3, 512 where it was lowered"):
+        work.on(gpus[3])
 
 
 @pytest.mark.skipif(ON_GPU, reason="hardware: products of a GPU are TF32, too coarse for differences")

@@ -161,4 +161,4 @@ def test_what_breaks_the_graph_of_a_wrapped_model_is_the_wrapper(recipe: str, sm
     """As many breaks as of a model of torch's own layers; with small buckets torch cuts the graph besides."""
     for found in two.run(with_small_buckets if small else wrapped_first, recipe, small):
         assert found[:3] == (True, True, True), found
-        assert found[3] > 0  # torch's have become none: say so in docs/training.md
+        assert found[3] > 0  # torch's have become none: say so in the guide on torch.compile

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from examples import context_parallel, overlap, tensor_parallel
-from examples.arguments import UserError
 from examples.ranks import group_of_torchrun
+from te_cli.arguments import UserError
 from tests.backends import requires_gpus
 from tests.parallel.ranks import LOOPBACK, Rank, Ranks
 

@@ -9,7 +9,13 @@ import pytest
 
 from tools import docs
 
-PAGE = """[there](page.md){link}
+PAGE = """# A page
+
+[there](page.md), [here](#a-page), [its `second` part](page.md#the-second-part-of-2-1){link}
+
+## The `second` part (of [2](page.md))
+
+## The second part of 2
 
 <!-- output of: python -c "print('new')" -->
 {text}
@@ -44,6 +50,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
         ({}, None),
         ({"text": "old"}, "out of date"),
         ({"link": " [gone](nowhere.md)"}, "nowhere.md"),
+        ({"link": " [gone](page.md#a-part)"}, "page.md#a-part"),
+        ({"link": " [gone](#the-other-part)"}, "#the-other-part"),
         ({"code": "assert False"}, "AssertionError"),
     ],
 )

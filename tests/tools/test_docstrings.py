@@ -21,6 +21,7 @@ import torch
 from te_core.described import Describer, core, layers, ops, read, recipes
 from te_core.functional import Function
 from te_torch import described
+from tools.website import header
 
 #: Whose public arguments are all described.
 PACKAGES = (
@@ -29,6 +30,7 @@ PACKAGES = (
     "te_core.ops",
     "te_core.recipe",
     *(["te_jax"] if find_spec("jax") else []),
+    *(["te_jax.flax"] if find_spec("flax") else []),
     "te_torch",
     "te_torch.attention",
     "te_torch.debug",
@@ -82,13 +84,18 @@ def methods(cls: type) -> Iterator[tuple[str, Any, str]]:
     """The same of a class's own methods."""
     for name, value in vars(cls).items():
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        if (name[0] != "_" or name == "__call__") and isinstance(function, FunctionType):
+        ours = isinstance(function, FunctionType) and function.__module__.startswith("te_")
+        if (name[0] != "_" or name == "__call__") and ours:
             yield f"{cls.__name__}.{name}", function, function.__doc__ or ""
 
 
 def shown(default: Any) -> str:
     if isinstance(default, enum.Enum):
         return f"{type(default).__name__}.{default.name}"
+    if isinstance(default, FunctionType):
+        return default.__qualname__.split(".")[0]
+    if " object at 0x" in repr(default):
+        return "..."
     return default.__name__ if isinstance(default, type) else repr(default)
 
 
@@ -112,10 +119,27 @@ def test_arguments_are_described(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_header_of_c_is_described() -> None:
+    wrong = []
+    functions = 0
+    for one in header.declarations((header.INCLUDE / "te_core.h").read_text()):
+        about, said = one.said
+        functions += bool(one.function)
+        wanted = list(one.arguments)
+        if one.function and not one.code.startswith("TE_API void "):
+            wanted.append("Fails" if one.code.startswith("TE_API te_status ") else "Gives")
+        if not about or list(said) != wanted or not all(said.values()):
+            wrong.append(f"{one.function or one.code.splitlines()[0]}: {about!r} describes {list(said)}, not {wanted}")
+    assert not wrong, "\n".join(wrong)
+    assert functions == (header.INCLUDE / "te_core.h").read_text().count("\nTE_API ")
+
+
 def test_nothing_is_described_twice_or_in_vain() -> None:
     docs = "\n".join(inspect.cleandoc(doc) for package in PACKAGES for _, _, doc in public(package))
     texts = [getattr(described, name).TEXT for name in ("attention", "functions", "modules", "tensors", "optimizers")]
     texts += [described.debug.TEXT, recipes.TEXT, layers.TEXT, core.TEXT, ops.TEXT]
+    for name in ("te_jax", "te_jax.flax"):
+        texts += [importlib.import_module(f"{name}.described").TEXT] if name in PACKAGES else []
     vain = [name for text in texts for name, about in read(text).items() if about.partition("\n")[0] not in docs]
     assert not vain, f"no signature has these arguments: {vain}"
     together = [line.partition(": ")[0] for text in texts[:3] for line in text.splitlines() if line[:1].strip()]

@@ -100,7 +100,7 @@ def test_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite_record, "sources", lambda: "this")
     record(tmp_path, "2026-01-02-h200-suite.json")
     text = suite_record.markdown(suite_record.newest(tmp_path))
-    assert "| 1/1 | 1,200 | 0 | 3 | [2026-01-02-h200-suite.json](../2026-01-02-h200-suite.json) |" in text
+    assert "| 1/1 | 1,200 | 0 | 3 | [2026-01-02-h200-suite.json](../../2026-01-02-h200-suite.json) |" in text
     assert "`abc`" in text and "needs sm_100 (3)" in text
 
 

@@ -117,9 +117,9 @@ def test_older_names_inside() -> None:
         rows, order = te.moe_permute(y, routing, num_out_tokens=32, map_type="index")
         return te.moe_unpermute(rows, order, probs=torch.ones(16, 2).bfloat16(), map_type="index")
 
-    with pytest.warns(DeprecationWarning, match="fp8_autocast is the older name") as said:
+    with pytest.warns(DeprecationWarning, match="fp8_autocast is deprecated") as said:
         wanted = run(x, module)
-    assert {Path(w.filename).name for w in said if "older name" in str(w.message)} == {Path(__file__).name}
+    assert {Path(w.filename).name for w in said if "is deprecated" in str(w.message)} == {Path(__file__).name}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x, again), wanted)

@@ -15,17 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import arguments, encoder_decoder, generate, lora, microbatches, moe, train_gpt, training, vit
-from examples.arguments import UserError
-from examples.settings import TEXT, Settings
-from examples.training import Text, Trainer, read_checkpoint
+from examples import encoder_decoder, generate, lora, microbatches, moe, vit
+from te_cli import arguments, train, training
+from te_cli.arguments import UserError
+from te_cli.main import main
+from te_cli.settings import TEXT, Settings
+from te_cli.training import Text, Trainer, read_checkpoint
 from tests.covering import covering
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--steps", "3", "--layers", "1", "--hidden", "32", "--heads", "2", "--batch", "2", "--seq", "24"]
 SMALL = Settings(steps=3, layers=1, hidden=32, heads=2, batch=2, sequence=24)
-SHORT = (moe, vit, encoder_decoder, lora)
-PROGRAMS = {program.__name__.split(".")[-1]: program.main for program in (train_gpt, generate, microbatches, *SHORT)}
+SHORT = {f"{short.__name__.split('.')[-1]}.py": short.main for short in (moe, vit, encoder_decoder, lora)}
+PROGRAMS = {"generate.py": generate.main, "microbatches.py": microbatches.main, **SHORT}
+PROGRAMS["te train"] = lambda given: main(["train", *given])
 
 
 @pytest.fixture(scope="module")
@@ -53,47 +56,47 @@ def refused(program: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr()
     code = ended.value.code
     assert code not in (0, None) and isinstance(code, int)
-    assert len(said.err.strip().splitlines()) <= 12 and f"{program}.py: error: " in said.err, said.err
+    assert len(said.err.strip().splitlines()) <= 12 and f"{program}: error: " in said.err, said.err
     return said.err
 
 
 NUMBERS = ("0", "-3", "1.5", "many")
 ARGUMENTS: list[tuple[str, list[str], str]] = [
-    *[("train_gpt", [f"--{name}", n], f"--{name}") for name in ("steps", "layers", "heads", "batch") for n in NUMBERS],
-    *[("train_gpt", ["--lr", n], "--lr") for n in ("0", "-1", "nan", "inf", "fast")],
-    *[("train_gpt", ["--seed", n], "--seed") for n in ("-1", str(1 << 64), "x")],
-    ("train_gpt", ["--recipe", "fp9"], "invalid choice: 'fp9'"),
-    ("train_gpt", ["--hidden", "100", "--heads", "7"], "hidden=100"),
-    ("train_gpt", ["--save-every", "0"], "--save-every"),
+    *[("te train", [f"--{name}", n], f"--{name}") for name in ("steps", "layers", "heads", "batch") for n in NUMBERS],
+    *[("te train", ["--lr", n], "--lr") for n in ("0", "-1", "nan", "inf", "fast")],
+    *[("te train", ["--seed", n], "--seed") for n in ("-1", str(1 << 64), "x")],
+    ("te train", ["--recipe", "fp9"], "invalid choice: 'fp9'"),
+    ("te train", ["--hidden", "100", "--heads", "7"], "hidden=100"),
+    ("te train", ["--save-every", "0"], "--save-every"),
     *[(name, ["--device", d], "--device") for name in PROGRAMS for d in ("gpu", "meta", "cuda:77", "mps")],
-    *[(short.__name__.split(".")[-1], ["--steps", n], "--steps") for short in SHORT for n in NUMBERS],
-    ("lora", ["--recipe", "none"], "--recipe"),
-    *[("microbatches", [f"--{name}", n], f"--{name}") for name in ("steps", "microbatches") for n in NUMBERS],
-    *[("generate", [f"--{name}", n], f"--{name}") for name in ("count", "batch") for n in NUMBERS],
-    ("generate", ["--prompt", ""], "--prompt"),
+    *[(short, ["--steps", n], "--steps") for short in SHORT for n in NUMBERS],
+    ("lora.py", ["--recipe", "none"], "--recipe"),
+    *[("microbatches.py", [f"--{name}", n], f"--{name}") for name in ("steps", "microbatches") for n in NUMBERS],
+    *[("generate.py", [f"--{name}", n], f"--{name}") for name in ("count", "batch") for n in NUMBERS],
+    ("generate.py", ["--prompt", ""], "--prompt"),
 ]
 
 
 def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {}
     for program, given, said in ARGUMENTS:
-        out = ["--out", str(tmp_path)] if program == "train_gpt" else []
+        out = ["--out", str(tmp_path)] if program == "te train" else []
         message = refused(program, *out, *given, capsys=capsys)
         if said not in message or list(tmp_path.iterdir()):
             wrong[" ".join([program, *given])] = message
     assert not wrong
 
 
-EARLY = [case for case in ARGUMENTS if case[0] == "train_gpt" and case[1][-1] in ("fast", "fp9", "7", "cuda:77", "0")]
+EARLY = [case for case in ARGUMENTS if case[0] == "te train" and case[1][-1] in ("fast", "fp9", "7", "cuda:77", "0")]
 WITHOUT_TORCH = """
 import sys, io, contextlib
 sys.modules["torch"] = None  # to import it is an error
-from examples import train_gpt
+from te_cli.main import main
 for arguments in {cases}:
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
-            train_gpt.main(arguments)
+            main(["train", *arguments])
         except SystemExit as ended:
             assert ended.code == 2, ended.code
     print(said.getvalue().splitlines()[-1])
@@ -156,7 +159,7 @@ TEXTS: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_texts_that_cannot_be_learnt(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make, said = TEXTS[case]
     text = make(tmp_path)
-    assert said in refused("train_gpt", *TINY, "--text", str(text), "--out", str(tmp_path / "out"), capsys=capsys)
+    assert said in refused("te train", *TINY, "--text", str(text), "--out", str(tmp_path / "out"), capsys=capsys)
 
 
 def locked(folder: Path) -> Path:
@@ -179,7 +182,7 @@ def test_folders_that_cannot_be_written(case: str, tmp_path: Path, capsys: pytes
     if case == "locked" and os.geteuid() == 0:
         pytest.skip("nothing is locked for root")
     make, said = OUTS[case]
-    message = refused("train_gpt", *TINY, "--out", str(make(tmp_path)), capsys=capsys)
+    message = refused("te train", *TINY, "--out", str(make(tmp_path)), capsys=capsys)
     assert said in message and "--out" in message
 
 
@@ -223,7 +226,7 @@ CHECKPOINTS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@covering(case=CHECKPOINTS, program=["generate", "train_gpt"])
+@covering(case=CHECKPOINTS, program=["generate.py", "te train"])
 def test_checkpoints_that_are_none(
     case: str, program: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,7 +234,7 @@ def test_checkpoints_that_are_none(
     for spoiled in ("delayed.pt", "none.pt"):
         shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
         CHECKPOINTS[case](tmp_path / spoiled)
-        if program == "train_gpt":
+        if program == "te train":
             message = refused(program, "--resume", "--out", str(tmp_path), capsys=capsys)
         else:
             message = refused(program, "--checkpoint", str(tmp_path / spoiled), "--device", "cpu", capsys=capsys)
@@ -243,19 +246,19 @@ def test_runs_that_do_not_belong_together(trained: Path, tmp_path: Path, capsys:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     other, place = Settings(**{**vars(SMALL), "recipe": "none", "hidden": 64}), torch.device("cpu")
     Trainer(other, Text(TEXT, place), place).save(tmp_path / "none.pt")
-    message = refused("train_gpt", "--resume", "--out", str(tmp_path), capsys=capsys)
+    message = refused("te train", "--resume", "--out", str(tmp_path), capsys=capsys)
     assert "none.pt" in message and "--hidden 64" in message and "--no-compare" in message
 
 
 def test_a_checkpoint_that_was_named_has_to_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nothing.pt" in refused("generate", "--checkpoint", str(tmp_path / "nothing.pt"), capsys=capsys)
+    assert "nothing.pt" in refused("generate.py", "--checkpoint", str(tmp_path / "nothing.pt"), capsys=capsys)
 
 
 @pytest.mark.more  # the others call the same function
 def test_no_traceback_of_the_program_itself(tmp_path: Path) -> None:
     command = [sys.executable, "examples/train_gpt.py", *TINY, "--out", str(a_file(tmp_path))]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 2 and ended.stderr.startswith("train_gpt.py: error: --out ") and not ended.stdout
+    assert ended.returncode == 2 and ended.stderr.startswith("te train: error: --out ") and not ended.stdout
 
 
 def shell(line: str) -> list[str]:
@@ -266,16 +269,23 @@ def shell(line: str) -> list[str]:
 
 def test_what_to_type_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was typed, with --resume; started by make, the line for make, which hands ARGS to a shell once more."""
-    monkeypatch.setattr(sys, "argv", ["examples/train_gpt.py"])
     typed = ["--out", "two words", "--text", "it's $5.txt"]
     monkeypatch.delenv("STARTED_BY", raising=False)
-    words = ["python", "examples/train_gpt.py", *typed, "--resume"]
-    assert shell(train_gpt.again(typed)) == shell(train_gpt.again([*typed, "--resume"])) == words
+    for argv, said in {
+        ("/usr/bin/te", "train"): ["te", "train"],
+        ("/lib/te_cli/__main__.py", "train"): ["python", "-m", "te_cli", "train"],
+        ("examples/train_gpt.py",): ["python", "examples/train_gpt.py"],
+    }.items():
+        for words in (typed, [*typed, "--resume"]):
+            monkeypatch.setattr(sys, "argv", [*argv, *words])
+            assert shell(train.again()) == [*said, *typed, "--resume"]
     monkeypatch.setenv("STARTED_BY", "make train")
-    make, target, variable = shell(train_gpt.again(typed))
+    monkeypatch.setattr(sys, "argv", ["/lib/te_cli/__main__.py", "train", *typed])
+    make, target, variable = shell(train.again())
     assert (make, target) == ("make", "train") and variable.startswith("ARGS=")
     assert shell(variable.removeprefix("ARGS=").replace("$$", "$")) == [*typed, "--resume"]
-    assert train_gpt.again([]) == "make train ARGS=--resume"
+    monkeypatch.setattr(sys, "argv", ["/lib/te_cli/__main__.py", "train"])
+    assert train.again() == "make train ARGS=--resume"
     makefile = (ROOT / "Makefile").read_text()
     assert 'STARTED_BY="make train"' in makefile.split("\ntrain:")[1].split("\n\n")[0]
 
@@ -285,8 +295,8 @@ def test_resume_where_there_is_nothing_says_so(
 ) -> None:
     monkeypatch.setattr(Trainer, "step", lambda *_: torch.tensor(1.0))
     monkeypatch.setattr(Trainer, "held_out_loss", lambda *_: 1.0)
-    monkeypatch.setattr(train_gpt, "Interrupt", lambda: type("Never", (), {"seen": 0})())
-    assert train_gpt.main([*TINY, "--out", str(tmp_path), "--resume", "--no-compare", "--device", "cpu"]) == 0
+    monkeypatch.setattr(train, "Interrupt", lambda: type("Never", (), {"seen": 0})())
+    assert main(["train", *TINY, "--out", str(tmp_path), "--resume", "--no-compare", "--device", "cpu"]) == 0
     assert "there is nothing to go on from" in capsys.readouterr().out
     assert read_checkpoint(tmp_path / "delayed.pt")["losses"] == [1.0] * 3
 
@@ -322,9 +332,9 @@ def test_an_interrupt_in_the_held_out_text(
 
     monkeypatch.setattr(Trainer, "step", lambda *_: torch.tensor(1.0))
     monkeypatch.setattr(Trainer, "held_out_loss", loss)
-    monkeypatch.setattr(train_gpt, "Interrupt", lambda: seen)
+    monkeypatch.setattr(train, "Interrupt", lambda: seen)
     with pytest.raises(SystemExit) as ended:
-        train_gpt.main([*TINY, "--out", str(tmp_path), "--device", "cpu"])
+        main(["train", *TINY, "--out", str(tmp_path), "--device", "cpu"])
     assert ended.value.code == 128 + signal.SIGTERM
     said = capsys.readouterr().out
     assert "Interrupted after step 3. Saved in" in said and " --resume" in said
@@ -334,8 +344,8 @@ def test_an_interrupt_in_the_held_out_text(
 def test_make_hands_signals_to_the_program() -> None:
     """A shell between them would end by itself, and leave the program behind."""
     recipe = (ROOT / "Makefile").read_text().split("\ntrain:")[1].splitlines()[1]
-    assert recipe == '\tSTARTED_BY="make train" exec $(PY) examples/train_gpt.py $(ARGS)'
-    line = recipe.strip().replace("$(PY)", "python3").replace("examples/train_gpt.py $(ARGS)", "-c '{}'")
+    assert recipe == '\tSTARTED_BY="make train" exec $(PY) -m te_cli train $(ARGS)'
+    line = recipe.strip().replace("$(PY)", "python3").replace("-m te_cli train $(ARGS)", "-c '{}'")
     code = 'import os; print(os.environ["STARTED_BY"], os.getpid())'
     shell = subprocess.Popen(["/bin/sh", "-c", line.format(code) + "\n"], stdout=subprocess.PIPE, text=True)
     assert shell.communicate(timeout=60)[0].split() == ["make", "train", str(shell.pid)]
@@ -348,7 +358,7 @@ def test_a_disk_that_fills_up(trained: Path, tmp_path: Path, monkeypatch: pytest
     trainer = Trainer(SMALL, Text(TEXT, torch.device("cpu")), torch.device("cpu"))
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(UserError, match=r"delayed.pt cannot be written after step 0: .*No space left"):
-        train_gpt.save(trainer, tmp_path / "delayed.pt")
+        train.save(trainer, tmp_path / "delayed.pt")
 
 
 def test_the_example_for_gpus_says_what_it_needs() -> None:

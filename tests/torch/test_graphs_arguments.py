@@ -40,7 +40,7 @@ PAIR = ((X,), (X,))
     ],
 )
 def test_older_names(older: str, newer: str, value: Any) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{older} is the older name of {newer}") as seen:
+    with pytest.warns(DeprecationWarning, match=f"{older} is deprecated: use {newer}") as seen:
         te.make_graphed_callables(linear(), (X,), **{older: value})
     assert seen[0].filename == __file__
     with pytest.raises(ArgumentError, match=f"both {older} and {newer}"):

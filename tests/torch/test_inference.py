@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from examples.generate import generate, generate_uncached
-from examples.gpt import GPT
-from examples.settings import GPTConfig
+from te_cli.gpt import GPT
+from te_cli.settings import GPTConfig
 from te_core.errors import ArgumentError
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 
 import te_torch as te
 from examples import curve, encoder_decoder, llama, lora, moe, serve, vit
-from examples.arguments import UserError
 from examples.generate import generate_uncached
-from examples.gpt import GPT
 from examples.llama import Llama, LlamaConfig
 from examples.loop import learn
-from examples.settings import GPTConfig
+from te_cli.arguments import UserError
+from te_cli.gpt import GPT
+from te_cli.settings import GPTConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = [path for path in sorted(EXAMPLES.glob("*.py")) if "__main__" in path.read_text()]

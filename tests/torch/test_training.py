@@ -16,9 +16,9 @@ import torch
 
 from benchmarks import training
 from benchmarks.optimizer import FORMATS
-from examples import train_gpt
-from examples.settings import TEXT, Settings
-from examples.training import Text, Trainer, read_checkpoint
+from te_cli.main import main
+from te_cli.settings import TEXT, Settings
+from te_cli.training import Text, Trainer, read_checkpoint
 from te_torch.optimizers import FusedAdam
 from tests.backends import devices, more_without_gpu, requires_cuda
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_resumes_exactly(recipe: str, device: str, tmp_path: Path) 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
     """The program in a process of its own."""
-    command = [sys.executable, "examples/train_gpt.py", *OPTIONS, "--out", str(out), *arguments]
+    command = [sys.executable, "-m", "te_cli", "train", *OPTIONS, "--out", str(out), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -129,7 +129,7 @@ def test_the_program_reports_and_writes_its_results(
 ) -> None:
     text = tmp_path / "short.txt"  # the loss of all that is held out takes most of the time
     text.write_bytes(TEXT.read_bytes()[:4000])
-    assert train_gpt.main([*OPTIONS, "--out", str(tmp_path), "--steps", "5", "--text", str(text)]) == 0
+    assert main(["train", *OPTIONS, "--out", str(tmp_path), "--steps", "5", "--text", str(text)]) == 0
     output = capsys.readouterr().out
     for line in ("FP8 delayed", "bf16", "held-out loss", "unigram entropy", "tokens/s", "reference backend"):
         assert line in output
@@ -153,9 +153,9 @@ def test_an_interrupted_program_goes_on_where_it_was(number: signal.Signals, tmp
     output, _ = process.communicate(timeout=200)
     if process.returncode == 0:
         pytest.skip("the run was over before it could be interrupted")
-    assert (
-        process.returncode == 128 + number and "  python examples/train_gpt.py " in output and " --resume\n" in output
-    ), output
+    assert process.returncode == 128 + number and "  python -m te_cli train " in output and " --resume\n" in output, (
+        output
+    )
     done = len(read_checkpoint(tmp_path / "delayed.pt")["losses"])
     assert 1 <= done < 40
     again = start(tmp_path, "--no-compare", "--resume")

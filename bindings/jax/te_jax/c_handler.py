@@ -16,7 +16,7 @@ from te_core import c_library, env, libraries
 from te_core.errors import LibraryError, UnsupportedError
 from te_core.tape.program import add_entry
 from te_core.tape.program_file import Program, pack
-from te_core.tensor import Device, cuda_device
+from te_core.tensor import Device
 from te_jax.record import Work, note
 
 TARGET = "te_tape_c"
@@ -75,18 +75,18 @@ def _register() -> ctypes.CDLL | LibraryError:
         return LibraryError("te_jax", f"XLA refuses the library in C: {error}", allowed, do)
 
 
-def takes(work: Work, devices: list[int]) -> bool:
+def takes(work: Work, devices: list[Device]) -> bool:
     """Whether XLA is to call this work in C: the program is then loaded on these devices."""
     found = library()
     if found is None:
         return False
     try:
         if found.te_xla_calls(work.digest) < 0:
-            _add(found, work, cuda_device(devices[0]))
-        for index in devices:
-            c_library.check(found, found.te_xla_load(work.digest, index))
+            _add(found, work, devices[0])
+        for device in devices:
+            c_library.check(found, found.te_xla_load(work.digest, device.index))
     except (LibraryError, UnsupportedError) as error:
-        note(f"{work.of(cuda_device(devices[0]))}; XLA calls it in Python: {error.got}")
+        note(f"{work.of(devices[0])}; XLA calls it in Python: {error.got}")
         return False
     work.calls = lambda: int(found.te_xla_calls(work.digest))
     return True

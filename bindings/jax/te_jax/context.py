@@ -74,7 +74,7 @@ def autocast(
 ) -> Iterator[None]:
     """Inside it, layers that are given no recipe take this one (delayed scaling, if none is named).
 
-    `mesh_resource`: over which mesh axes states take their maxima; that of the region around, if it is left out.
+    `mesh_resource`: over which mesh axes states take their maxima; that of the `autocast` around, if it is left out.
     `strict`: what would else be computed in another way is an error: attention that cuDNN refuses.
     """
     for name, flag in (("enabled", enabled), ("strict", strict)):

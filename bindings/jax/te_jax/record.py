@@ -21,7 +21,7 @@ from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import LibraryError, UnsupportedError
 from te_core.runtime import Runtime
-from te_core.tape.hosted import At, Brought, Hosted, NoMemory, at_place, brought, place_of
+from te_core.tape.hosted import At, Brought, NoMemory, at_place, brought, place_of
 from te_core.tape.walk import NotRecordedError
 from te_core.tensor import CPU, Device, Tensor, cuda_device
 
@@ -85,6 +85,7 @@ class Work:
         self.digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
         self._programs: dict[Device, Brought] = {}
         self._placed: dict[Device, tuple[At, ...]] = {}
+        self._lowered: int | None = None  # the fewest bytes of temporaries that a program gives a call on a GPU
         self.calls: Callable[[], int] | None = None  # how often XLA has called it in C, if it does
         self._lock = threading.RLock()  # destructors may run inside of it
         self.used: tuple[int, ...] = tuple(range(len(self.operands)))
@@ -115,15 +116,18 @@ class Work:
         elif results != self.results:
             got = f"results {results} on {device}, {self.results} on the CPU"
             raise UnsupportedError(self.name, got, "layers whose results have one shape everywhere", "report this")
-        self._compare(device, call.made)
+        if device is not CPU and self._lowered is not None and call.made.block > self._lowered:
+            got = f"{call.made.block} bytes of temporaries on {device}, {self._lowered} where it was lowered"
+            do = "lower a program for all GPUs on which it runs, as jax.shard_map does"
+            raise UnsupportedError(self.name, got, "GPUs of one kind", do)
         return call
 
-    def _compare(self, device: Device, made: Hosted) -> None:
-        """A program was lowered for one GPU and may run on another: its block is as large there."""
-        blocks = {p.made.block for d, p in self._programs.items() if d is not CPU and device is not CPU}
-        if blocks - {made.block}:
-            got = f"{made.block} bytes of temporaries on {device}, {max(blocks)} on another GPU"
-            raise UnsupportedError(self.name, got, "GPUs of one kind", "let JAX see GPUs of one kind")
+    def temporaries(self, devices: Sequence[Device]) -> int:
+        """The bytes of temporaries that a program which is lowered now gives a call on any of these devices."""
+        found = max(self.on(device).made.block for device in devices)
+        if devices[0] is not CPU:  # a program may also run on a GPU for which it was not lowered
+            self._lowered = found if self._lowered is None else min(found, self._lowered)
+        return found
 
     def of(self, device: Device) -> str:
         """What it is there, in words."""

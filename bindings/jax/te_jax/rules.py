@@ -45,23 +45,21 @@ def _aval(kind: Array, like: Any) -> Any:
 
 def _lower(ctx: Any, *operands: Any, work: Work, on_gpu: bool) -> Any:
     _refuse_partition(ctx, work)
-    device, target = cuda_device(0) if on_gpu else CPU, handler.TARGET
-    # (Not while programs run, whose collectives wait for one another.)
-    devices = list(range(jax.local_device_count() if _over_mesh(ctx) else 1)) if on_gpu else []
+    # Recorded on all of them now: while programs run, their collectives wait for one another.
+    numbers = range(jax.local_device_count() if _over_mesh(ctx) else 1)
+    devices = [cuda_device(number) for number in numbers] if on_gpu else [CPU]
     try:
-        program = work.on(device)
-        if on_gpu and c_handler.takes(work, devices):
-            target = c_handler.TARGET
-        else:
-            for other in devices[1:]:
-                work.on(cuda_device(other))
+        work.on(devices[0])
+        in_c = on_gpu and c_handler.takes(work, devices)
+        block = work.temporaries(devices[:1] if in_c else devices)  # the library in C plays the first one's program
     except UnsupportedError as refusal:
         if work.plain is None:
             raise
-        record.note(f"{work.of(device)}; plain JAX, for te_core refuses: {refusal.got}")
+        record.note(f"{work.of(devices[0])}; plain JAX, for te_core refuses: {refusal.got}")
         shapes = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
         return mlir.lower_fun(work.plain, multiple_results=True)(ctx.replace(avals_in=shapes), *operands)
-    ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((max(program.made.block, 1),), np.uint8)])
+    ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((max(block, 1),), np.uint8)])
+    target = c_handler.TARGET if in_c else handler.TARGET
     aliases = {work.used.index(operand): i for i, operand in enumerate(work.written)}
     rule = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
     return rule(ctx, *operands, digest=np.int64(record.known(work)))[:-1]

@@ -14,7 +14,8 @@ import numpy as np
 
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import F32, Executor, row_blocks, scratch
-from te_core.backends.cpu.quantize import deliver, store_column_sum
+from te_core.backends.cpu.matrix import store_column_sum
+from te_core.backends.cpu.quantize import deliver
 from te_core.runtime import Runtime
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import CHUNK, F32, row_blocks, scratch
-from te_core.backends.cpu.quantize import store_column_sum
+from te_core.backends.cpu.matrix import store_column_sum
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 

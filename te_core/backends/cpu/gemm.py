@@ -19,7 +19,7 @@ import numpy as np
 
 from te_core.backends.cpu import activation, codec
 from te_core.backends.cpu.executor import F32, Executor, row_blocks, scratch
-from te_core.backends.cpu.quantize import column_sums
+from te_core.backends.cpu.matrix import column_sums
 from te_core.errors import UnsupportedError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor

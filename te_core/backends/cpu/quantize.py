@@ -14,6 +14,8 @@ import numpy as np
 from te_core import dtypes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import F32, Executor, row_blocks, scratch
+from te_core.backends.cpu.matrix import store_column_sum
+from te_core.backends.cpu.quantize_block import deliver_blocks
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -39,6 +41,9 @@ def quantize(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, column_su
 @np.errstate(all="ignore")
 def deliver(ex: Executor, values: Array, cast: Cast, out: QuantizedTensor) -> None:
     """Cast a dense matrix of an activation dtype to FP8: amax, scale, both orientations, padding."""
+    if cast.format.scaling == "block":
+        deliver_blocks(ex, values, cast, out)
+        return
     if cast.scale is None or cast.amax is not None:
         largest = codec.amax(values) if cast.maxima is None else cast.maxima.numpy()[0]
         if cast.amax is not None:
@@ -101,21 +106,6 @@ def current_scale(largest: np.float32, limit: float, epsilon: float, power_of_tw
     if power_of_two:
         scale = (np.array([scale]).view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)[0]
     return np.float32(scale)
-
-
-def column_sums(ex: Executor, values: Array) -> F32:
-    """The column sums of a dense matrix: float32 within a block of rows, float64 from block to block."""
-    m, k = values.shape
-    total = np.zeros(k, np.float64)
-    for block in row_blocks(m, k):
-        part = codec.decode(ex, values[block], ex.floats("column sum", block.stop - block.start, k))
-        total += part.sum(axis=0)
-    return total.astype(np.float32)
-
-
-def store_column_sum(ex: Executor, values: Array, column_sum: Tensor) -> None:
-    """Set a vector to the column sums of a dense matrix."""
-    codec.encode(ex, column_sums(ex, values), column_sum.numpy())
 
 
 @np.errstate(all="ignore")

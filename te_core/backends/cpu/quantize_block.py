@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from te_core import dtypes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import F32, Executor, scratch
-from te_core.backends.cpu.quantize import store_column_sum
+from te_core.backends.cpu.matrix import store_column_sum
 from te_core.dtypes import DType
 from te_core.quantized import BLOCK, Cast, QuantizedTensor
 from te_core.runtime import Runtime
@@ -40,11 +41,20 @@ def quantize_block(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, col
     ex, values = scratch(rt), x.numpy()
     if column_sum is not None:
         store_column_sum(ex, values, column_sum)
+    deliver_blocks(ex, values, cast, out)
+
+
+@np.errstate(all="ignore")
+def deliver_blocks(ex: Executor, values: Array, cast: Cast, out: QuantizedTensor) -> None:
+    """Cast a dense matrix of an activation dtype to FP8 with a scale for each block."""
+    source_type = dtypes.dtype(values.dtype)
     copies = [(out.rowwise, out.rowwise_scale, False), (out.columnwise, out.columnwise_scale, True)]
     m, k = values.shape
     for data, scales, columnwise in copies:
         if data is not None and scales is not None:
-            _fill_padding(data.numpy().view(np.uint8), scales.numpy(), (k, m) if columnwise else (m, k), x.dtype, cast)
+            _fill_padding(
+                data.numpy().view(np.uint8), scales.numpy(), (k, m) if columnwise else (m, k), source_type, cast
+            )
     for tile in _tiles(m, k):
         source = values[tile]
         part = codec.decode(ex, source, ex.floats("block tile", *source.shape))
@@ -53,7 +63,7 @@ def quantize_block(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, col
             if data is None or scales is None:
                 continue
             largest = magnitude.max() if cast.format.tiled else magnitude.max(axis=0 if columnwise else 1)
-            scale = _scale(largest, x.dtype, cast)
+            scale = _scale(largest, source_type, cast)
             codes = _encode(ex, part, scale if columnwise else scale[..., None], cast.dtype)
             rows, columns = tile
             if columnwise:

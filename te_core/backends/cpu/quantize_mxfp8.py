@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import CHUNK, F32, Executor, scratch
-from te_core.backends.cpu.quantize import store_column_sum
+from te_core.backends.cpu.matrix import store_column_sum
 from te_core.quantized import BLOCK, Cast, QuantizedTensor, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor

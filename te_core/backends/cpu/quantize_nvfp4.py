@@ -16,7 +16,7 @@ from te_core import dtypes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.elementwise import philox_words
 from te_core.backends.cpu.executor import CHUNK, F32, scratch
-from te_core.backends.cpu.quantize import store_column_sum
+from te_core.backends.cpu.matrix import store_column_sum
 from te_core.quantized import BLOCK, Cast, Format, QuantizedTensor, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor

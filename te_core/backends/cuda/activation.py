@@ -1,14 +1,15 @@
 """Activations forward and backward on CUDA, delivered as values, in FP8, or both.
 
-With delayed scaling (or none) one launch does it all. With current scaling the first launch writes the values, which
-the contract keeps for it, and their partial maxima; the second is `quantize.run_cast` over them.
+With delayed or block scaling (or none) one launch does it all. With current scaling the first launch writes the values,
+which the contract keeps for it, and their partial maxima; the second is `quantize.run_cast` over them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, STAGE_BYTES, THREADS, multiprocessors, run_cast, tiling
+from te_core.backends.cuda.quantize_block import TILE_ARGS, run_tiles, tile_constants
 from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace
 from te_core.kernels import loader
 from te_core.runtime import Runtime
@@ -19,12 +20,22 @@ if TYPE_CHECKING:
 
 #: dy, x, y, rowwise, columnwise, source, scale_inv, amax, column_sum, rows, cols, steps, limit, alpha, offset
 _ARGS = "pppppppppqqifff"
+#: In blocks: dy, x, what all tile kernels take, limit, alpha, offset
+_BLOCK_ARGS = "pp" + TILE_ARGS + "fff"
 
 
 def _run(rt: Runtime, spec: ActivationSpec, operands: ActivationOperands, backward: bool) -> None:
     (rows, width), dtype, gated = spec.shape, spec.dtype, spec.gated
     x, dy, out, cast, q, column_sum = operands
     cols = width // (1 + gated)  # of the activation's output, half of a gated x
+    aligned = not spec.alignment and cols % (16 // dtype.itemsize) == 0
+    kind: dict[str, Any] = {"KIND": spec.plain.upper(), "GATED": gated, "BACKWARD": backward}
+    if cast is not None and cast.format.scaling == "block":
+        constants = {**kind, **tile_constants(cast.key, dtype, column_sum is not None), "ALIGNED": aligned, "BLOCKS": 1}
+        kernel = loader.get(rt, "activation", entry="activation_block", args=_BLOCK_ARGS, **constants)
+        assert q is not None
+        run_tiles(rt, kernel, (dy, x), (cols, dtype), cast, q, column_sum, spec.clamp)
+        return
     outputs = 2 if gated and backward else 1
     delayed = cast is not None and cast.scale is not None
     current = cast is not None and not delayed
@@ -35,16 +46,14 @@ def _run(rt: Runtime, spec: ActivationSpec, operands: ActivationOperands, backwa
         "activation",
         args=_ARGS,
         DTYPE=TYPES[dtype],
-        KIND=spec.plain.upper(),
-        GATED=gated,
-        BACKWARD=backward,
+        **kind,
         FORMAT=FORMATS[cast.dtype] if cast is not None and delayed else "E4M3",
         SCALING="GIVEN_SCALE" if delayed else "NO_CAST",
         TALL=tall,
         COLUMNWISE=columnwise,
         COLUMN_SUM=column_sum is not None,
         KEEP=spec.keep or not delayed,
-        ALIGNED=not spec.alignment and cols % (16 // dtype.itemsize) == 0,
+        ALIGNED=aligned,
     )
     # Partial maxima are read again by every block of the second pass: no more of them than blocks run at once.
     bounded = BLOCKS_PER_SM * multiprocessors(rt) if current else 0

@@ -3,6 +3,7 @@
 | wanted | launches |
 |---|---|
 | values, or FP8 with a given scale (delayed scaling) | norm_forward |
+| FP8 with a scale for each block | norm_forward for the moments, then norm_block, which reads x again |
 | FP8 with its own scale (current scaling) | norm_forward with an amax for each block, then the cast of quantize.cu |
 | dx, dgamma, dbeta | norm_backward (rows over 16,384 elements: norm_backward_wide, two kernels), norm_backward_sum |
 """
@@ -16,10 +17,11 @@ from te_core import dtypes, libraries
 from te_core.backends.cuda import norm_tiling as tiling
 from te_core.backends.cuda.elementwise import mask_of, signed
 from te_core.backends.cuda.quantize import run_cast
+from te_core.backends.cuda.quantize_block import TILE_ARGS, run_tiles, tile_constants
 from te_core.backends.cuda.sums import FORMATS, TYPES
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
-from te_core.quantized import padded
+from te_core.quantized import CastKey, padded
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
@@ -50,8 +52,8 @@ _BRANCH_ARGS = "ppppiif"
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """One launch, after which a cast follows if there are `partials`. `scratch`: bytes for a row-wise copy that nobody
-    wants.
+    """One launch, after which a cast follows if there are `partials`, or the `tiles` of block scaling. `scratch`: bytes
+    for a row-wise copy that nobody wants.
     """
 
     family: str
@@ -61,10 +63,13 @@ class ForwardPlan:
     shared: int
     partials: bool
     scratch: int
+    tiles: Kernel | None
 
 
 def _plan_forward(rt: Runtime, spec: NormOpSpec) -> ForwardPlan:
-    (rows, cols), cast, margin = spec.shape, spec.cast, spec.sm_margin
+    (rows, cols), cast, margin, tiles = spec.shape, spec.cast, spec.sm_margin, None
+    if cast is not None and cast.format.scaling == "block":
+        tiles, cast = _tiles(rt, spec, cast), None
     sizes = (spec.x.itemsize, spec.gamma.itemsize, spec.out.itemsize)
     width = tiling.vector_width(cols, spec.alignment, sizes, 16 // sizes[0])
     team = tiling.forward_team(cols, width, sizes[0])
@@ -100,7 +105,7 @@ def _plan_forward(rt: Runtime, spec: NormOpSpec) -> ForwardPlan:
         TEAMS=team.teams,
         ROWS=height,
         STAGES=stages,
-        VALUES=spec.keep or not delayed,
+        VALUES=spec.keep or not (delayed or tiles),
         CAST=delayed,
         ROWWISE=rowwise,
         COLUMNWISE=turn,
@@ -115,7 +120,21 @@ def _plan_forward(rt: Runtime, spec: NormOpSpec) -> ForwardPlan:
     grid = max(grid, 1 if cast else 0)
     scratch = 0 if rowwise or not turn else grid * height * padded(cols)
     family = f"norm_forward_{'transposed' if turn else 'rows'}"
-    return ForwardPlan(family, kernel, grid, team.threads, shared, use == "PARTIALS", scratch)
+    return ForwardPlan(family, kernel, grid, team.threads, shared, use == "PARTIALS", scratch, tiles)
+
+
+def _tiles(rt: Runtime, spec: NormOpSpec, cast: CastKey) -> Kernel:
+    """The second launch of block scaling."""
+    return loader.get(
+        rt,
+        "norm_block",
+        args="ppppp" + TILE_ARGS,
+        GAMMA=TYPES[spec.gamma],
+        KIND=_KINDS[spec.kind],
+        ZERO_CENTERED=spec.zero_centered,
+        ALIGNED=not spec.alignment and spec.shape[1] % (16 // spec.x.itemsize) == 0,
+        **tile_constants(cast, spec.x, False),
+    )
 
 
 def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int) -> int:
@@ -127,7 +146,7 @@ def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int)
 
 
 def norm_forward(rt: Runtime, spec: NormOpSpec, operands: NormOperands) -> None:
-    """One launch, and in current scaling the cast."""
+    """One launch, and in current and block scaling the cast."""
     plan = rt.plans.find(rt, _plan_forward, spec)
     if not plan.grid:
         return
@@ -138,7 +157,7 @@ def norm_forward(rt: Runtime, spec: NormOpSpec, operands: NormOperands) -> None:
     if plan.partials:
         amax = rt.workspace("norm amax", 4 * plan.grid)
         scales = (None, None, amax)
-    elif cast is not None and q is not None:
+    elif cast is not None and q is not None and plan.tiles is None:
         copies = (q.rowwise or rt.workspace("norm bytes", plan.scratch), q.columnwise)
         scales = (cast.scale, q.scale_inv, cast.amax)
     more: tuple[Any, ...] = ()
@@ -149,6 +168,9 @@ def norm_forward(rt: Runtime, spec: NormOpSpec, operands: NormOperands) -> None:
     plan.kernel(rt, plan.grid, plan.block, *pointers, rows, cols, 1.0 / cols, eps, *more, shared=plan.shared)
     if plan.partials and cast is not None and q is not None and y is not None:
         run_cast(rt, y, cast, q, (amax, plan.grid))
+    if plan.tiles is not None and cast is not None and q is not None:
+        normed = x if branch is None else branch.sum
+        run_tiles(rt, plan.tiles, (normed, gamma, beta, mean, rstd), (cols, x.dtype), cast, q)
 
 
 # ---------------------------------------------------------------------------------------------- backward

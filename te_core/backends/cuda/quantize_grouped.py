@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_core import libraries
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, STAGE_BYTES, THREADS, Tiling, multiprocessors, tiling
+from te_core.backends.cuda.quantize_block import tile_bytes, tile_constants, tile_threads
 from te_core.backends.cuda.sums import FORMATS, TYPES, column_workspace
 from te_core.dtypes import DType, float8_e4m3
 from te_core.kernels import loader
@@ -82,15 +83,7 @@ def _plan(rt: Runtime, spec: GroupedSpec) -> GroupedPlan:
         else loader.get(rt, "column_sum", entry="column_sum_grouped", args="b", DTYPE=TYPES[sum_dtype])
     )
     if form.scaling == "block":
-        constants = {
-            "DTYPE": TYPES[dtype],
-            "FORMAT": FORMATS[form.dtype],
-            "TILED": form.tiled,
-            "ROWWISE": spec.cast.rowwise,
-            "COLUMNWISE": columnwise,
-            "COLUMN_SUM": adds,
-            "GROUPED": 1,
-        }
+        constants = {**tile_constants(spec.cast, dtype, adds), "GROUPED": 1}
         cast = Variant("quantize_block", "quantize_block_grouped", tuple(constants.items()))
         return GroupedPlan("quantize_block_grouped", width, dtype, cast, True, 0, sums=sums)
     most = BLOCKS_PER_SM * multiprocessors(rt)
@@ -277,8 +270,7 @@ class _Chunk:
             blocks += across * down[i]
         if blocks:
             self._finish(table, _TILES.size, across)
-            itemsize = plan.dtype.itemsize
-            threads, shared = _SIDE // 16 * _SIDE * itemsize // 16, _SIDE * _SIDE * itemsize
+            threads, shared = tile_threads(plan.dtype), tile_bytes(plan.dtype)
             kernel = plan.cast.get(rt, self.aligned, self.capacity)
             kernel.by_value(rt, blocks, threads, table, shared, _places_of(rt, _TILES, len(down)))
         self._add(rt, down, sums, column_sums)

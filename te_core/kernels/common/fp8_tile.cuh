@@ -258,9 +258,21 @@ __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool ins
 //
 // Producer:  static constexpr int OUTPUTS, OPERANDS, DEPTH, FLAT_ROWS (rows of a thread in a flat tile);
 //            const T* operand(int k) const, i64 pitch(int k) const  (the k-th operand of column 0, its row length);
-//            void values(const Pack (&operands)[OPERANDS], Pack (&out)[OUTPUTS]) const  (rounded to T; 0 from zeros).
+//            void values(const Pack (&operands)[OPERANDS], Pack (&out)[OUTPUTS], i64 row, i64 col) const
+//            (rounded to T; 0 beyond the edge, where the operands are zeros).
 // A block takes `steps` tiles below one another, so the host can bound the number of partials.
 constexpr int GROUP = 4;
+
+// The producer of a cast alone: the values of a dense matrix as they are.
+template <class T> struct Matrix {
+    static constexpr int OUTPUTS = 1, OPERANDS = 1, DEPTH = 4, FLAT_ROWS = 8;
+    static constexpr bool AS_IT_IS = true;
+    const T* x;
+    i64 cols;
+    __device__ __forceinline__ const T* operand(int) const { return x; }
+    __device__ __forceinline__ i64 pitch(int) const { return cols; }
+    __device__ __forceinline__ void values(const Pack (&raw)[1], Pack (&out)[1], i64, i64) const { out[0] = raw[0]; }
+};
 
 template <class T, bool Aligned, class Producer>
 __device__ __forceinline__ void fetch_group(const Producer& producer, uint4* stage, i64 row, i64 rows, i64 col,
@@ -413,7 +425,7 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
 #pragma unroll
             for (int i = 0; i < GROUP; ++i, y += O * cols, rowwise += at.pitch) {
                 Pack value[O];
-                producer.values(raw[i], value);
+                producer.values(raw[i], value, row + i, col);
                 deliver_row<Format, Mode, ColumnSum, Aligned>(value, i, at, y, Keep && row + i < rows, rowwise, cast,
                                                               scale, square, got);
             }

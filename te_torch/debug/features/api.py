@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,6 +20,7 @@ from nvdlfw_inspect.registry import api_method
 
 from te_torch.debug import routing, stats
 from te_torch.debug.schedule import EveryOne, asked
+from te_torch.deprecation import deprecated
 from te_torch.tensors import QuantizedTensor, QuantizedTensorStorage
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
@@ -421,11 +421,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
 
 
 def _warn_older() -> None:
-    warnings.warn(
-        "inspect_tensor_postquantize is the older call: inspect_tensor gets the quantized tensors, too",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    deprecated("inspect_tensor_postquantize", "inspect_tensor, which gets the quantized tensors, too", 2)
 
 
 __all__ = ["SELECTORS", "TEConfigAPIMapper", "TEDefaultFeatures", "TransformerEngineAPI", "api_method"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from nvdlfw_inspect.registry import api_method
 
 from te_torch.debug.features.disable_quantization_gemm import DisableQuantizationGEMM
+from te_torch.deprecation import deprecated
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
@@ -18,5 +18,5 @@ class DisableFP8GEMM(DisableQuantizationGEMM):
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """As under the newer name."""
-        warnings.warn("DisableFP8GEMM is the older name of DisableQuantizationGEMM", DeprecationWarning, stacklevel=2)
+        deprecated("DisableFP8GEMM", "DisableQuantizationGEMM")
         return super().fp8_gemm_enabled(config, layer_name, gemm, iteration)

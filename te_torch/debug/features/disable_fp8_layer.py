@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from nvdlfw_inspect.registry import api_method
 
 from te_torch.debug.features.disable_quantization_layer import DisableQuantizationLayer
+from te_torch.deprecation import deprecated
 
 
 class DisableFP8Layer(DisableQuantizationLayer):
@@ -18,5 +18,5 @@ class DisableFP8Layer(DisableQuantizationLayer):
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """As under the newer name."""
-        warnings.warn("DisableFP8Layer is the older name of DisableQuantizationLayer", DeprecationWarning, stacklevel=2)
+        deprecated("DisableFP8Layer", "DisableQuantizationLayer")
         return super().fp8_gemm_enabled(config, layer_name, gemm, iteration)

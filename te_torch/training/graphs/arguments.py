@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Recipe
 from te_torch.autocast import active, prepare_default
+from te_torch.deprecation import deprecated
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_of, precision_of
 from te_torch.training.graphs.device import OPERATION
 
@@ -57,7 +57,7 @@ def newer(given: dict[str, Any]) -> dict[str, Any]:
                 raise ArgumentError(
                     OPERATION, f"both {old} and {new}", "one of the two, which are the same", f"leave {old} out"
                 )
-            warnings.warn(f"{OPERATION}: {old} is the older name of {new}", DeprecationWarning, stacklevel=3)
+            deprecated(f"{OPERATION}: {old}", new, 2)
         found[new] = given[old] if given[new] is None else given[new]
     for name in ("calibrating", "cache_quantized_params"):
         if found[name] not in (None, True, False):

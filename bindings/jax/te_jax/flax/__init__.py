@@ -12,6 +12,7 @@ except ImportError as error:
 from te_jax.flax.attention import DotProductAttention, MultiHeadAttention, RelativePositionBiases
 from te_jax.flax.base import extend_logical_axis_rules
 from te_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
+from te_jax.flax.described import describe
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.not_built import make_dot_general_cls
 from te_jax.flax.softmax import Softmax
@@ -33,3 +34,5 @@ __all__ = [
     "extend_logical_axis_rules",
     "make_dot_general_cls",
 ]
+
+describe(globals()[name] for name in __all__)

@@ -93,6 +93,7 @@ class DotProductAttention(nn.Module):
         deterministic: bool = False,
         mask: Any = None,
     ) -> Any:
+        """The output [batch, queries, heads, head_dim], of the queries' dtype."""
         qkv = [a for a in (query, key, value) if a is not None]
         self._check(qkv)
         if self.transpose_batch_sequence:
@@ -204,6 +205,7 @@ class MultiHeadAttention(nn.Module):
         decode: bool = False,
         deterministic: bool = False,
     ) -> tuple[Any, Any]:
+        """The output, of the shape of `inputs_q`, and the norm's, which is None unless it is asked for."""
         if decode:
             do = "call te_jax.fused_attn with keys and values that you keep"
             raise UnsupportedError("MultiHeadAttention", "decode=True", "decode=False: it has no cache of keys", do)
@@ -290,6 +292,7 @@ class RelativePositionBiases(nn.Module):
 
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> Any:
+        """The biases [1, heads, queries, keys]."""
         shape = self.num_attention_heads, self.num_buckets
         table = base.parameter(self, "rel_embedding", self.embedding_init, self.embedding_axes, shape)
         behind = np.arange(q_seqlen)[:, None] - np.arange(k_seqlen)[None]

@@ -33,6 +33,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
+        """The norm of x, of x's shape and dtype."""
         gamma, beta = base.norm_parameters(self, x.shape[-1], self.bias_init, self.bias_axes)
         return layernorm(x, gamma, beta, self.layernorm_type, self.zero_centered_gamma, self.epsilon)
 
@@ -71,6 +72,7 @@ class DenseGeneral(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Any) -> Any:
+        """The product, of the input's dtype."""
         x, inner = _last(self, inputs, self.axis)
         outer = base.counted(self.features)
         kernel = base.parameter(self, "kernel", self.kernel_init, self.kernel_axes, (*inner, *outer))
@@ -116,6 +118,7 @@ class LayerNormDenseGeneral(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Any) -> tuple[Any, Any]:
+        """The product and the norm's output, which is None unless it is asked for."""
         x, inner = _last(self, inputs, self.axis)
         if len(inner) != 1 and self.enable_layernorm:
             got = f"axis={self.axis!r} with a norm"

@@ -63,6 +63,7 @@ class LayerNormMLP(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, Any]:
+        """The MLP's output and the norm's, which is None unless it is asked for."""
         width, acts, hidden = inputs.shape[-1], tuple(base.counted(self.activations)), self.intermediate_dim
         gamma = beta = None
         if self.enable_layernorm:

@@ -22,6 +22,7 @@ class Softmax(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Any, mask: Any = None, bias: Any = None) -> Any:
+        """The softmax over keys, of the scores' dtype."""
         if bias is None:
             return softmax(inputs, mask, self.scale_factor, self.softmax_type)
         biased = (inputs * self.scale_factor + bias).astype(inputs.dtype)

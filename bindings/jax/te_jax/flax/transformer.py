@@ -99,6 +99,7 @@ class TransformerLayer(nn.Module):
         decode: bool = False,
         max_decode_length: int | None = None,
     ) -> Any:
+        """The layer's output, of the shape of `inputs`."""
         decoder = self.layer_type is TransformerLayerType.DECODER
         self._check(inputs, encoded, decode or max_decode_length is not None)
         post, drop = self.apply_residual_connection_post_layernorm, not deterministic

@@ -1,4 +1,4 @@
-"""The command `te`: reports of a step, mistakes without a traceback, exit codes."""
+"""`te report` and `te warmup`: reports of a step, mistakes without a traceback of ours, exit codes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from te_torch.tools import cli
+from te_cli import main
 
 STEP = """
 import torch
@@ -32,6 +32,17 @@ def nothing():
 """
 
 
+ATTENTION = """
+import torch
+import te_torch as te
+model = torch.nn.ModuleList(te.TransformerLayer(32, 32, 2, device="cpu") for _ in range(2))
+def step():
+    for layer in model:
+        layer(torch.randn(8, 1, 32))
+    return model
+"""
+
+
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -43,16 +54,16 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("place", ["my_steps.py", "my_steps"])
 def test_a_report_says_what_ran(place: str, train: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", f"{place}:step"]) == 0
+    assert main.main(["report", f"{place}:step"]) == 0
     said = capsys.readouterr().out
     assert "float8_e4m3 per tensor x float8_e4m3 per tensor" in said and "saved for backward" in said
-    assert cli.main(["report", f"{place}:step", "--json"]) == 0
+    assert main.main(["report", f"{place}:step", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"precision", "memory"} and found["precision"] and found["memory"]
+    assert found.keys() == {"precision", "memory", "attention"} and found["precision"] and found["memory"]
 
 
 def test_a_warmup_runs_the_step_twice(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["warmup", "my_steps:step", "--json"]) == 0
+    assert main.main(["warmup", "my_steps:step", "--json"]) == 0
     seconds = json.loads(capsys.readouterr().out)["seconds"]
     assert len(seconds) == len(sys.modules["my_steps"].calls) == 2 and min(seconds) > 0
 
@@ -73,7 +84,7 @@ def test_a_mistake_in_the_command_ends_it_in_a_line(
     if step.endswith(":model"):
         (train / "my_steps.py").write_text("model = 3")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["report", step])
+        main.main(["report", step])
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -81,13 +92,33 @@ def test_a_mistake_in_the_command_ends_it_in_a_line(
 def test_an_error_of_ours_is_shown_without_its_way(
     step: str, said: str, train: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["report", f"my_steps:{step}"]) == 1
-    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main.main(["report", f"my_steps:{step}"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 1 and said in err and "Traceback" not in err
 
 
-def test_doctor_is_that_of_the_core(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--variables"]) == 0
-    assert "TE_CORE_CACHE_DIR" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        cli.main(["doctor", "--help"])
-    assert "usage: te doctor" in capsys.readouterr().out
+@pytest.mark.parametrize("place", ["my_steps.py", "my_steps"])
+@pytest.mark.parametrize(
+    "text, step", [("def step():\n    return missing_name\n", "step"), ("import missing_name\n", "x")]
+)
+def test_an_error_of_the_user_is_shown_from_their_lines_on(
+    text: str, step: str, place: str, train: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (train / "my_steps.py").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main.main(["report", f"{place}:{step}"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 1 and "missing_name" in err and err.count("  File ") == 1 and "my_steps.py" in err
+
+
+def test_a_report_says_why_attention_runs_as_it_does(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers that choose alike stand together."""
+    (train / "my_steps.py").write_text(ATTENTION)
+    assert main.main(["report", "my_steps:step"]) == 0
+    said = capsys.readouterr().out
+    assert "attention of 0.self_attention.core_attention, 1.self_attention.core_attention\n" in said
+    assert "chosen: FusedAttention" in said and "FlashAttention" in said
+    assert main.main(["report", "my_steps:step", "--json"]) == 0
+    (attention,) = json.loads(capsys.readouterr().out)["attention"]
+    assert len(attention["layers"]) == 2 and attention["backend"] == "FusedAttention" and attention["reasons"]

@@ -13,7 +13,8 @@ LINES = 10  # printed over a whole run when the output is no terminal
 class Progress:
     """Shows how far `total` steps have come."""
 
-    def __init__(self, label: str, total: int, done: int = 0, stream: TextIO = sys.stdout, lines: int = LINES) -> None:
+    def __init__(self, label: str, total: int, done: int = 0, stream: TextIO | None = None, lines: int = LINES) -> None:
+        stream = stream or sys.stdout  # where the standard output now goes
         self.label, self.total, self.stream, self.lines = label, total, stream, lines
         self.live = stream.isatty()
         self._first = done

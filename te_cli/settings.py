@@ -1,11 +1,11 @@
-"""What a run of examples/train_gpt.py depends on, and what can be wrong with it: told before torch is imported."""
+"""What a run of `te train` depends on, and what can be wrong with it: told before torch is imported."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.arguments import UserError
+from te_cli.arguments import UserError
 from te_core.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -26,6 +26,17 @@ RECIPES: dict[str, Recipe | None] = {
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
     "none": None,
+}
+
+
+#: What a run in each of them is called in a report.
+NAMES = {
+    "delayed": "FP8 delayed",
+    "current": "FP8 current",
+    "block": "FP8 block",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+    "none": "bf16",
 }
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
-from examples.settings import GPTConfig
+from te_cli.settings import GPTConfig
 
 
 def normal(deviation: float) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,6 +1,6 @@
 """Training of the small GPT on a text file, byte by byte: data, one step, held-out loss, exact checkpoints.
 
-`examples/train_gpt.py` is the program around it; the training benchmark and its test use the same code.
+`te train` (train.py) is the program around it; the training benchmark and its test use the same code.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import te_torch as te
-from examples.arguments import UserError
-from examples.gpt import GPT
-from examples.settings import RECIPES, GPTConfig, Settings, learnt, read_text
+from te_cli.arguments import UserError
+from te_cli.gpt import GPT
+from te_cli.settings import RECIPES, GPTConfig, Settings, learnt, read_text
 from te_core.recipe import Recipe
 
 WARMUP = 20  # steps in which the learning rate rises; a tenth of a shorter run
@@ -96,7 +96,7 @@ class Trainer:
             loss = mean_loss(self.model, tokens)
         if self.before_backward is not None:
             self.before_backward(self.model)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         _, factor = te.optimizers.clip_by_norm(self.model.parameters(), 1.0)
         self.optimizer.step(grad_scale=factor)
         self.optimizer.zero_grad(set_to_none=True)
@@ -125,7 +125,7 @@ class Trainer:
         s = self.settings
         count = min((len(self.text.held_out) - 1) // s.sequence, HELD_OUT_BATCHES * s.batch)
         rows = self.text.held_out.unfold(0, s.sequence + 1, s.sequence)[:count]
-        losses, parts = [], rows.split(s.batch)
+        losses, parts = [], torch.split(rows, s.batch)
         for i, part in enumerate(parts):
             with torch.autocast(self.device.type, torch.bfloat16), self.precision():
                 losses.append(mean_loss(self.model, part) * len(part))
@@ -174,10 +174,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as a checkpoint ({reason}): start anew without it") from error
     missing = CHECKPOINT if not isinstance(state, dict) else CHECKPOINT - state.keys()
     if missing:
-        raise UserError(f"{path} is no checkpoint of examples/train_gpt.py: it has no {', '.join(sorted(missing))}")
+        raise UserError(f"{path} is no checkpoint of te train: it has no {', '.join(sorted(missing))}")
     wrong = settings_of(state)
     if isinstance(wrong, str):
-        raise UserError(f"{path} is of another version of examples/train_gpt.py: {wrong}. Start anew without it")
+        raise UserError(f"{path} is of another version of te train: {wrong}. Start anew without it")
     return state
 
 

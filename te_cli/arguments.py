@@ -63,6 +63,12 @@ def device(text: str) -> str:
     return text
 
 
+def add_device(parser: argparse._ActionsContainer) -> None:
+    """The option --device."""
+    about = "cpu, cuda, cuda:1 ... (CUDA where there is one)"
+    parser.add_argument("--device", type=device, default=usual_device(), metavar="DEVICE", help=about)
+
+
 def usual_device() -> str:
     """CUDA where there is a GPU."""
     return "cuda" if gpus() else "cpu"

@@ -1,0 +1,125 @@
+"""The command `te` itself: its help, its version, and how a command ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_core
+from te_cli import bench, main, train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_doctor_is_that_of_the_core(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--variables"]) == 0
+    assert "TE_CORE_CACHE_DIR" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main.main(["doctor", "--help"])
+    assert "usage: te doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main([command, "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and f"\n    te {command} " in said and "--json" in said
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # to import it is an error
+from te_cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_help_version_and_doctor_need_no_torch() -> None:
+    for words, said in {
+        ("--version",): f"te-runtime {te_core.__version__}",
+        ("--help",): "report",
+        ("bench", "--help"): "TransformerLayer",
+        ("doctor", "--variables"): "TE_CORE_TAPES",
+    }.items():
+        ran = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert ran.returncode == 0 and said in ran.stdout, ran.stderr
+
+
+def test_a_missing_torch_is_told_in_a_line() -> None:
+    words = ["report", "json:loads"]
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 1 and "pip install" in ran.stderr and "Traceback" not in ran.stderr
+
+
+ENDS = {
+    "CUDA": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "smaller --batch (CUDA out"),
+    "NumPy": (MemoryError(), 1, "out of memory. Choose smaller sizes"),
+    "the CPU": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "out of memory"),
+    "Ctrl-C": (KeyboardInterrupt(), 130, "te bench: error: interrupted"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_what_a_user_can_mend_ends_in_a_line(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error, code, said = ENDS[case]
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "run", fails)
+    with pytest.raises(SystemExit) as ended:
+        main.main(["bench"])
+    assert ended.value.code == code and said in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(bench, "run", fails)
+    with pytest.raises(RuntimeError, match="a fault"):
+        main.main(["bench"])
+
+
+LONG = """
+from te_cli import main
+class Long:
+    add_arguments = staticmethod(lambda parser: None)
+    run = staticmethod(lambda options: ({}, "x" * 1000000, 0))
+main.import_module = lambda name: Long
+main.main(["warmup"])
+"""
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command() -> None:
+    shell = f'{sys.executable} -c "$0" | head -c 10'
+    ran = subprocess.run(["bash", "-c", shell, LONG], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "x" * 10 and not ran.stderr
+
+
+def test_json_of_a_training_is_all_that_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "Interrupt", lambda: type("Never", (), {"seen": 0})())
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    (tmp_path / "text").write_bytes(b"to be or not to be, that is the question; " * 40)
+    size = "--device cpu --steps 2 --layers 1 --hidden 32 --heads 2 --batch 2 --seq 16 --recipe current".split()
+    out = tmp_path / "out"
+    assert main.main(["train", *size, "--text", str(tmp_path / "text"), "--out", str(out), "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert [run["name"] for run in found["runs"]] == ["FP8 current", "bf16"] and len(found["runs"][0]["losses"]) == 2
+    assert found["settings"]["recipe"] == "current" and found["settings"]["steps"] == 2
+    assert all(Path(path).is_file() for path in found["written"]) and "loss" in said.err
