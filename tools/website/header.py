@@ -86,7 +86,8 @@ def pages() -> dict[str, str]:
     lines += ["{.names}", "| Function | |", "|---|---|"]
     for one in found:
         if one.function:
-            lines.append(f"| {{c:func}}`{one.function}` | {re.split(r'(?<=\.) ', one.said[0])[0]} |")
+            first = one.said[0].partition(". ")[0].rstrip(".")
+            lines.append(f"| {{c:func}}`{one.function}` | {first}. |")
     lines += ["", "```{eval-rst}", *[line for one in found for line in _described(one)], "```", ""]
     about = "The same in C++17: objects free what they hold, and errors are exceptions (`te::Error`)."
     cpp = ["# te_core.hpp", "", about, "", "```cpp", (INCLUDE / "te_core.hpp").read_text().rstrip(), "```", ""]

@@ -62,6 +62,9 @@ PAGES = {
     "te_jax.flax": Page("te_jax.flax", "Layers as modules of flax Linen.", "te_jax.flax"),
 }
 
+#: What the pages of a module need, beside torch.
+NEEDED = {"te_jax": "jax", "te_jax.flax": "flax"}
+
 #: Commands beside `te`, as they are typed.
 COMMANDS = ("python -m te_core.doctor", "python -m te_core.program")
 
@@ -82,7 +85,7 @@ def values() -> dict[str, Values]:
     """Page -> its names, of the packages that are installed."""
     found = {}
     for name, page in PAGES.items():
-        if page.module.startswith("te_jax") and not find_spec("flax"):
+        if not find_spec(NEEDED.get(page.module, "torch")):
             continue
         below = tuple(f"{page.module}.{part}." for part in page.below) or ("",)
         of_module = public(importlib.import_module(page.module))
@@ -178,7 +181,7 @@ def said(command: str) -> str:
     entry = re.search(r'^te = "([\w.]+):', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert entry is not None
     first, *rest = [*command.removeprefix("python -m ").split(), "--help"]
-    os.environ["COLUMNS"] = "100"  # what argparse breaks its lines at
+    os.environ["COLUMNS"] = "88"  # what argparse breaks its lines at
     if first == "te":
         return output_of(["-c", f"import sys; from {entry[1]} import main; sys.argv[0] = 'te'; main({rest})"])
     return output_of(["-m", first, *rest])
