@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import te_torch as te
+from examples.loop import OUT, learn
 from examples.ranks import ended, group_of_torchrun
 from te_cli.arguments import UserError, positive
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -104,6 +105,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=positive, default=64)
     parser.add_argument("--heads", type=positive, default=4)
     parser.add_argument("--recipe", choices=RECIPES, default="current")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the picture ({OUT})")
     return parser.parse_args(arguments)
 
 
@@ -137,8 +139,9 @@ def train(given: argparse.Namespace, kind: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     recipe = RECIPES[given.recipe]
-    for step in range(given.steps):
-        tokens, targets, lengths = (t.to(device) for t in batch_of(step, given.tokens))
+
+    def step(number: int) -> torch.Tensor:
+        tokens, targets, lengths = (t.to(device) for t in batch_of(number, given.tokens))
         tokens, targets = (te.context_part(t, group, seq_dim=0) for t in (tokens, targets))
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             loss, mean = loss_of(model(tokens, angles, lengths), targets)
@@ -147,8 +150,9 @@ def train(given: argparse.Namespace, kind: str) -> None:
             dist.all_reduce(p.grad)
         optimizer.step()
         optimizer.zero_grad()
-        if dist.get_rank() == 0 and (step % 5 == 0 or step == given.steps - 1):
-            print(f"step {step}: loss {mean.item():.3f}", flush=True)
+        return mean
+
+    learn("context_parallel", given.steps, step, given.out, shown=dist.get_rank() == 0)
 
 
 if __name__ == "__main__":

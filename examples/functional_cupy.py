@@ -1,5 +1,7 @@
 """The core without a framework on a GPU: functional_numpy.py on CuPy arrays, in CuPy's memory and on its stream.
 
+Some seconds on any GPU; the first run compiles for most of them.
+
 python examples/functional_cupy.py
 """
 
@@ -17,6 +19,7 @@ if not np.cuda.is_available():
     )
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone that nobody installed, too
+from examples.loop import learn
 from te_core import functional as te
 from te_core.recipe import DelayedScaling
 
@@ -29,16 +32,20 @@ p["layer_norm_weight"] = np.ones(16, np.float32)
 recipe = DelayedScaling(amax_history_len=16)
 mlp = functools.partial(te.layernorm_mlp, normalization="RMSNorm", activation="swiglu", recipe=recipe)
 scaling = te.Scaling(recipe, te.layernorm_mlp, like=x)
-for step in range(401):
-    rows = slice(step % 8 * 256, step % 8 * 256 + 256)
+
+
+def step(number):
+    rows = slice(number % 8 * 256, number % 8 * 256 + 256)
     y, back = mlp(x[rows], **p, scaling=scaling)
     error = y - target[rows]
     grads = back(error * (2 / len(error)))
     for name in p:
         p[name] -= 0.1 * grads[name]
     te.update(scaling)
-    if step % 100 == 0:
-        print(f"step {step:3}: loss {float((error**2).mean()):.4f}")
+    return (error**2).mean()
+
+
+learn(Path(__file__).stem, 401, step)
 y, _ = mlp(x[2048:], **p, scaling=scaling, needs=())
 held_out = float(((y - target[2048:]) ** 2).mean())
 print(f"held out: {held_out:.4f}, of {float((target[2048:] ** 2).mean()):.4f} that there is to explain")

@@ -4,6 +4,8 @@ The keys and values of what was read and written stay in a cache (`te.InferenceP
 new token of each text. Texts come and go: when one is finished, the next one that waits takes its place in the batch,
 and its whole prompt is read in the same step in which the others go on by a byte.
 
+Some seconds on a CPU core or a GPU.
+
     te train --recipe none                        # writes build/train/none.pt, once
     python examples/generate.py --prompt "Anne " --paged --check
 """
@@ -16,7 +18,6 @@ import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 # Before NumPy is first imported, as te_cli/__init__.py says.
@@ -41,7 +42,47 @@ CHECKPOINT = Path("build/train/none.pt")  # of te train --recipe none
 Text = list[int]  # its bytes
 
 
-@torch.inference_mode()
+def precision(place: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """The region of products in the cache's dtype, bf16 or the model's own."""
+    return torch.autocast(place.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+class Batch:
+    """Texts that are written together, a byte each at a time; they come and go."""
+
+    def __init__(self, model: GPT, params: te.InferenceParams) -> None:
+        self.model, self.params = model, params
+        self.device = next(model.parameters()).device
+        self.new: OrderedDict[int, Text] = OrderedDict()  # what the cache does not have yet of each text
+
+    def room(self) -> int:
+        """How many texts may come."""
+        return self.params.max_batch_size - len(self.new)
+
+    def add(self, name: int, prompt: Text) -> None:
+        """A text begins: the next step reads its prompt."""
+        self.new[name] = prompt
+
+    def remove(self, name: int) -> None:
+        """A text is finished: the next step frees its place in the cache."""
+        del self.new[name]
+
+    @torch.inference_mode()
+    def step(self) -> dict[int, int]:
+        """The next byte of each text."""
+        self.params.pre_step(OrderedDict((name, len(tokens)) for name, tokens in self.new.items()))
+        longest = max(map(len, self.new.values()))
+        rows = [tokens + [0] * (longest - len(tokens)) for tokens in self.new.values()]
+        with precision(self.device, self.params.dtype):
+            logits = self.model(torch.tensor(rows, device=self.device), self.params)
+        last = torch.tensor([len(tokens) - 1 for tokens in self.new.values()], device=self.device)
+        chosen = dict(
+            zip(self.new, logits[torch.arange(len(rows), device=self.device), last].argmax(-1).tolist(), strict=True)
+        )
+        self.new = OrderedDict((name, [token]) for name, token in chosen.items())
+        return chosen
+
+
 def generate(
     model: GPT,
     prompts: list[Text],
@@ -50,26 +91,18 @@ def generate(
     on_step: Callable[[int], None] | None = None,
 ) -> list[Text]:
     """Each prompt with up to `count` more bytes, of which a line's end is the last."""
-    device = next(model.parameters()).device
-    waiting, live, finished = deque(enumerate(prompts)), OrderedDict[int, Text](), dict[int, Text]()
-    while live or waiting:
-        new = OrderedDict((name, text[-1:]) for name, text in live.items())
-        while waiting and len(new) < params.max_batch_size:
-            name, prompt = waiting.popleft()
-            live[name], new[name] = list(prompt), prompt
-        params.pre_step(OrderedDict((name, len(tokens)) for name, tokens in new.items()))
-        longest = max(map(len, new.values()))
-        rows = [tokens + [0] * (longest - len(tokens)) for tokens in new.values()]
-        logits = model(torch.tensor(rows, device=device), params)
-        last = torch.tensor([len(tokens) - 1 for tokens in new.values()], device=device)
-        chosen = logits[torch.arange(len(rows), device=device), last].argmax(-1).tolist()
-        for name, token in zip(new, chosen, strict=True):
-            live[name].append(token)
-            if token == ord("\n") or len(live[name]) == len(prompts[name]) + count:
-                finished[name] = live.pop(name)
+    batch, waiting, texts = Batch(model, params), deque(range(len(prompts))), [list(prompt) for prompt in prompts]
+    while batch.new or waiting:
+        while waiting and batch.room():
+            name = waiting.popleft()
+            batch.add(name, prompts[name])
+        for name, token in batch.step().items():
+            texts[name].append(token)
+            if token == ord("\n") or len(texts[name]) == len(prompts[name]) + count:
+                batch.remove(name)
         if on_step is not None:
-            on_step(sum(len(text) - len(prompts[name]) for name, text in (*live.items(), *finished.items())))
-    return [finished[name] for name in range(len(prompts))]
+            on_step(sum(map(len, texts)) - sum(map(len, prompts)))
+    return texts
 
 
 @torch.inference_mode()
@@ -92,6 +125,23 @@ def load(path: Path | None, place: torch.device) -> GPT:
     torch.manual_seed(0)
     untrained = Settings()
     return GPT(GPTConfig(untrained.layers, untrained.hidden, untrained.heads), place).eval()
+
+
+def cache(model: GPT, texts: int, longest: int, paged: bool) -> te.InferenceParams:
+    """A cache for so many texts at a time, of so many bytes, prompt and answer."""
+    place, heads = next(model.parameters()).device, model.config.heads
+    longest = -(-longest // PAGE) * PAGE
+    return te.InferenceParams(
+        texts,
+        longest,
+        heads,
+        model.config.hidden // heads,
+        torch.bfloat16 if place.type == "cuda" else torch.float32,
+        is_paged=paged,
+        page_size=PAGE,
+        total_num_pages=texts * longest // PAGE,
+        device=place,
+    )
 
 
 def readable(text: Text) -> str:
@@ -129,33 +179,21 @@ def main(arguments: list[str] | None = None) -> int:
     with mistakes_end(PROGRAM):
         model = load(options.checkpoint, place)
     prompts = [list(text.encode()) for text in options.prompt or PROMPTS]
-    capacity = -(-(max(map(len, prompts)) + options.count) // PAGE) * PAGE
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    params = te.InferenceParams(
-        options.batch,
-        capacity,
-        model.config.heads,
-        model.config.hidden // model.config.heads,
-        dtype,
-        is_paged=options.paged,
-        page_size=PAGE,
-        total_num_pages=options.batch * capacity // PAGE,
-        device=place,
-    )
+    params = cache(model, options.batch, max(map(len, prompts)) + options.count, options.paged)
     bar, start = Progress("bytes", options.count * len(prompts)), time.perf_counter()
 
     def on_step(done: int) -> None:
         bar.show(done, f"{done / (time.perf_counter() - start):,.0f} a second, {params.batch_size} texts")
 
-    with torch.autocast("cuda", dtype) if place.type == "cuda" else nullcontext():
-        texts = generate(model, prompts, options.count, params, on_step)
-        bar.stop()
-        for prompt, text in zip(prompts, texts, strict=True):
-            print(f"\n[{readable(prompt)}]{readable(text[len(prompt) :])}")
-        if options.check:
+    texts = generate(model, prompts, options.count, params, on_step)
+    bar.stop()
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"\n[{readable(prompt)}]{readable(text[len(prompt) :])}")
+    if options.check:
+        with precision(place, params.dtype):
             same = sum(generate_uncached(model, p, options.count) == t for p, t in zip(prompts, texts, strict=True))
-            print(f"\n{same} of {len(texts)} texts are the same without the cache.")
-            return int(same < len(texts) and place.type == "cpu")  # bf16 may decide a near tie otherwise
+        print(f"\n{same} of {len(texts)} texts are the same without the cache.")
+        return int(same < len(texts) and place.type == "cpu")  # bf16 may decide a near tie otherwise
     return 0
 
 

@@ -1,4 +1,8 @@
-"""FP8 in a JAX program: an MLP with delayed scaling, whose state is one more argument. `python examples/jax_mlp.py`"""
+"""FP8 in a JAX program: an MLP with delayed scaling, whose state is one more argument. 5 seconds on a CPU core, or on
+JAX's first GPU.
+
+python examples/jax_mlp.py
+"""
 
 import sys
 from pathlib import Path
@@ -13,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "bindings" / "jax"))
 import te_jax as te
 
+from examples.loop import learn
 from te_core.recipe import DelayedScaling
 
 keys = jax.random.split(jax.random.key(0), 5)
@@ -36,16 +41,19 @@ def loss(p, scaling, x, target):
 
 
 @jax.jit
-def step(p, scaling, x, target):
+def updated(p, scaling, x, target):
     value, (grads, scaling) = jax.value_and_grad(loss, argnums=(0, 1))(p, scaling, x, target)
     return jax.tree.map(lambda a, g: a - 2.0 * g, p, grads), scaling, value
 
 
-for number in range(401):
+def step(number):
+    global p, scaling
     rows = slice(number % 8 * 256, number % 8 * 256 + 256)
-    p, scaling, value = step(p, scaling, x[rows], target[rows])
-    if number % 100 == 0:
-        print(f"step {number:3}: loss {value:.4f}")
+    p, scaling, value = updated(p, scaling, x[rows], target[rows])
+    return value
+
+
+learn("jax_mlp", 401, step)
 held_out, whole = loss(p, scaling, x[2048:], target[2048:]), (target[2048:] ** 2).mean()
 print(f"held out: {held_out:.4f}, of {whole:.4f} that there is to explain")
 assert held_out < 0.4 * whole

@@ -1,7 +1,8 @@
 """Gradient accumulation: weights are quantized once a step, and their gradients add up in float32 as GEMMs make them.
 
 `is_first_microbatch` says where a step begins: True quantizes the weights and overwrites `main_grad`, False takes the
-quantized weights from before and adds. The optimizer works on float32 masters and reads `main_grad`.
+quantized weights from before and adds. The optimizer works on float32 masters and reads `main_grad`. Some seconds on a
+CPU core or a GPU.
 
     python examples/microbatches.py --recipe delayed --microbatches 8
 """
@@ -20,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
+from examples.loop import learn
 from te_cli.arguments import device, positive, usual_device
-from te_cli.progress import Progress
 from te_cli.settings import RECIPES
 from te_core.recipe import Recipe
 
@@ -82,8 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
         x = torch.randn(count * ROWS, WIDTH, device=given.device, dtype=torch.bfloat16)
         return x, x + torch.tanh(x @ mix)
 
-    progress = Progress("train", given.steps)
-    for step in range(given.steps):
+    def step(number: int) -> float:
         loss = accumulate(model, *batch(), count, recipe)
         for master, p in zip(masters, model.parameters(), strict=True):
             master.grad = gradient(p)
@@ -92,8 +92,9 @@ def main(arguments: list[str] | None = None) -> None:
         with torch.no_grad():
             for master, p in zip(masters, model.parameters(), strict=True):
                 p.copy_(master)  # the next first microbatch quantizes this
-        progress.show(step + 1, f"loss {loss:.4f}")
+        return loss
 
+    learn("microbatches", given.steps, step)
     x, target = batch()
     found = {}
     for parts in (1, count):

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/overlap.py
     torchrun --nproc-per-node 2 examples/overlap.py --method pipeline --recipe none
 
-On GPUs of one host that can read each other's memory parts travel by copy engines, elsewhere over NCCL or gloo. The
-report in the end says for each GEMM how it ran.
+On GPUs of one host that can read each other's memory parts travel by copy engines, elsewhere over NCCL or gloo: some 10
+seconds on two CPU cores. The report in the end says for each GEMM how it ran.
 """
 
 from __future__ import annotations

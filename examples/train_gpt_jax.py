@@ -1,7 +1,7 @@
 """Train the small GPT of examples/gpt_jax.py on the text of te_cli/text, in JAX: in FP8, then in bf16 beside it.
 
-Runs on JAX's first device, or on several: on the CPU with te_core's reference backend. Sizes are those of
-te train.
+Runs on JAX's first device, or on several: on the CPU with te_core's reference backend, some two minutes on two cores.
+Sizes are those of `te train`, larger on a GPU.
 
     python examples/train_gpt_jax.py --recipe current --steps 100
     python examples/train_gpt_jax.py --devices 2 --tensor-parallel

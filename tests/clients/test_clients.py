@@ -60,6 +60,11 @@ def test_trains_saves_and_loads(forks: Forks, program: str, device: str, tmp_pat
 
 
 @pytest.mark.parametrize("device", devices())
+def test_weights_of_a_llama(forks: Forks, device: str, tmp_path: Path) -> None:
+    run(forks, "hugging_face_llama", "load", device, str(tmp_path))
+
+
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("release", APART["megatron-core"])
 def test_megatron_core(forks: Forks, release: str, model: str, device: str, tmp_path: Path) -> None:

@@ -538,4 +538,4 @@ def test_a_second_process_takes_the_program_from_the_disk(tmp_path: Path) -> Non
 def test_the_example_learns() -> None:
     path = programs.ROOT / "examples" / "jax_mlp.py"
     ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)
-    assert ran.returncode == 0 and len(re.findall(r"loss \d", ran.stdout)) == 5, ran.stderr
+    assert ran.returncode == 0 and len(re.findall(r"loss \d", ran.stderr)) == 10, ran.stderr

@@ -1,6 +1,7 @@
 /* train [cpu|cuda [STEPS [FILE]]]: a linear and an MLP, trained in FP8 by delayed scaling; the loss of each step.
  *
- * The same source on both devices. With FILE, what was recorded of the MLP is written there: a program, on a GPU. Losses
+ * 50 steps take 3 seconds on a CPU core, most of them to start an interpreter. `... | python examples/curve.py c.png`
+ * draws the losses. The same source on both devices. With FILE, what was recorded of the MLP is written there: a program, on a GPU. Losses
  * are those of the same layers in te_core and te_torch, bit for bit: sums are float32, in the order of memory. */
 #include <dlfcn.h>
 #include <stdint.h>
