@@ -18,13 +18,13 @@ DEFAULTS = {"A_TYPE": "e4m3", "B_TYPE": "e4m3", "OUT": "bf16", "TILED": 1, "ACCU
 SMS = torch.cuda.get_device_properties(0).multi_processor_count
 
 
-def encode(address, rows, k, box_rows):
+def encode(address, rows, k, box_rows, kind=0, size=1, box=128):
     """A map of bytes [rows, k], boxes of [box_rows, 128]."""
     raw = ctypes.create_string_buffer(128 + 64)
     at = (ctypes.addressof(raw) + 63) // 64 * 64
     status = CU.cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), 0, 2, ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(k, rows), (ctypes.c_uint64 * 1)(k),
-        (ctypes.c_uint32 * 2)(128, box_rows), (ctypes.c_uint32 * 2)(1, 1), 0, 3, 2, 0)
+        ctypes.c_void_p(at), kind, 2, ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(k, rows), (ctypes.c_uint64 * 1)(k * size),
+        (ctypes.c_uint32 * 2)(box, box_rows), (ctypes.c_uint32 * 2)(1, 1), 0, 3, 2, 0)
     assert status == 0, status
     return ctypes.string_at(at, 128)
 
@@ -42,7 +42,9 @@ class Kernel:
         bn, stages = int(self.c.get("BN", 256)), int(self.c.get("STAGES", 4))
         self.bn, self.cluster = bn, int(self.c.get("CLUSTER", 2))
         scales = 16 if int(self.c["TILED"]) else stages * bn * 4
-        self.shared = (stages * ((128 + bn) * 128 + 512 + 16) + scales + 1023) // 1024 * 1024
+        self.epi = int(self.c.get("EPI", 0))
+        staged = int(self.c.get("BUFS", 1)) * 16384 if self.epi else 0
+        self.shared = min(232448, (stages * ((128 + bn) * 128 + 512 + 16) + scales + staged + 1023) // 1024 * 1024)
         driver.funcSetAttribute(self.f, 8, self.shared)
         return self
 
@@ -50,8 +52,10 @@ class Kernel:
         (m, k), n = a.shape, b.shape[0]
         table = encode(a.data_ptr(), m, k, 128)
         table += encode(b.data_ptr(), n, k, self.bn // self.cluster)
+        if self.epi:
+            table += encode(out.data_ptr(), m, n, 16, 1, 2, 64)
         table += struct.pack("=QQQiii", sa.data_ptr(), sb.data_ptr(), out.data_ptr(), m, n, k)
-        table = ctypes.create_string_buffer(table.ljust(320, b"\0"), 320)
+        table = ctypes.create_string_buffer(table.ljust(448, b"\0"), 448)
         pointer = ctypes.c_uint64(ctypes.addressof(table))
         tiles = -(-m // (128 * self.cluster)) * -(-n // self.bn)
         grid = min(SMS // self.cluster, tiles) * self.cluster

@@ -22,6 +22,15 @@
 #ifndef RS
 #define RS 1
 #endif
+#ifndef EPI
+#define EPI 0
+#endif
+#ifndef BUFS
+#define BUFS 1
+#endif
+#ifndef SKEW
+#define SKEW 0
+#endif
 #ifndef ORDER
 #define ORDER 0
 #endif
@@ -38,6 +47,9 @@ struct alignas(64) Map {
 };
 struct Arguments {
     Map a, b;
+#if EPI
+    Map result;
+#endif
     const float* a_scale;
     const float* b_scale;
     OUT* out;
@@ -47,6 +59,9 @@ struct Arguments {
 struct alignas(1024) Shared {
     unsigned char a[STAGES][A_BYTES];
     unsigned char b[STAGES][B_BYTES];
+#if EPI
+    unsigned char out[8][BUFS][2048];
+#endif
     float a_scale[STAGES][BM];
     float b_scale[TILED ? 1 : STAGES][TILED ? 4 : BN];
     u64 full[STAGES], empty[STAGES];
@@ -186,6 +201,42 @@ __device__ __forceinline__ void promote(float* sum, const float (&t)[HELD], floa
     }
 }
 
+__device__ __forceinline__ u32 pair(float x, float y) {
+    u32 v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(y), "f"(x));
+    return v;
+}
+
+#if EPI
+// 16 rows of a warp leave through shared memory, 64 columns at a time.
+__device__ __forceinline__ void send(const Map* map, unsigned char (&room)[BUFS][2048], const float (&sum)[BN / 2], int row,
+                                     int col, int lane) {
+    const int r = (lane & 7) + (lane & 8), right = lane >> 4;
+#pragma unroll
+    for (int c = 0; c < BN / 64; ++c) {
+        const u32 base = address(room[c % BUFS]);
+        if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(BUFS - 1) : "memory");
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            const float* v = sum + 32 * c + 4 * j;
+            const u32 at = base + r * 128 + (((j + right) ^ (r & 7)) << 4);
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                         "r"(pair(v[0], v[1])), "r"(pair(v[2], v[3])), "r"(pair(v[4], v[5])), "r"(pair(v[6], v[7]))
+                         : "memory");
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) {
+            asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+                         "cp.async.bulk.commit_group;" ::"l"(map),
+                         "r"(col + 64 * c), "r"(row), "r"(base)
+                         : "memory");
+        }
+    }
+}
+#endif
+
 struct Tile {
     int m, n;
 };
@@ -210,12 +261,6 @@ __device__ __forceinline__ void turn(u32 (&v)[4], int lane) {
         const u32 got = __shfl_xor_sync(~0u, right ? v[i] : v[i + 1], 1);
         if (right) v[i] = got; else v[i + 1] = got;
     }
-}
-
-__device__ __forceinline__ u32 pair(float x, float y) {
-    u32 v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(y), "f"(x));
-    return v;
 }
 
 __device__ __forceinline__ void store(bf16* out, const float (&sum)[BN / 2], int row, int col, int m, int n, int lane) {
@@ -304,6 +349,7 @@ __device__ __forceinline__ void consume(const Arguments& args, Shared& shared, i
     int stage = 0;
     u32 phase = 0;
     if (group == 1) your_turn(1);
+    if (SKEW && group == 1) __nanosleep(SKEW);
     float t[TEMPS][HELD];
 #pragma unroll
     for (int i = 0; i < TEMPS * HELD; ++i) t[i / HELD][i % HELD] = 0.f;
@@ -375,8 +421,15 @@ __device__ __forceinline__ void consume(const Arguments& args, Shared& shared, i
             }
             if (++stage == STAGES) stage = 0, phase ^= 1;
         }
+#if EPI
+        send(&args.result, shared.out[4 * group + warp], sum, m + own, n, lane);
+#else
         store(args.out, sum, m + own + lane / 4, n, args.m, args.n, lane);
+#endif
     }
+#if EPI
+    if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
