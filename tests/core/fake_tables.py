@@ -6,7 +6,7 @@ import ast
 import ctypes
 from typing import Any
 
-from te_core.backends.cuda import context, optimizer, quantize, quantize_grouped
+from te_core.backends.cuda import context, gemm_block, optimizer, quantize, quantize_grouped
 
 #: Of kernels that take a table by value: an entry, its addresses, the tail, its number that counts entries, their room.
 _TABLES = {
@@ -20,7 +20,11 @@ _TABLES = {
 }
 
 #: Of those whose table begins with its addresses: all of it, and how many these are.
-_HEADED = {"context_lengths": (context._TABLE, 3), "context_draws": (context._DRAWS, 2)}
+_HEADED = {
+    "context_lengths": (context._TABLE, 3),
+    "context_draws": (context._DRAWS, 2),
+    "block_gemm": (gemm_block.TABLE, 6),  # three maps, which begin with addresses, and three addresses
+}
 #: Of those that are rows alone, the last of them zeros: a row, and how many addresses it begins with.
 _ROWS = {"scale_update": (quantize._STATE, 3)}
 
