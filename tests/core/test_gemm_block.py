@@ -87,10 +87,10 @@ def test_it_adds_to_what_float32_held(chosen: None, pair: str) -> None:
 def test_it_leaves_all_else_alone(chosen: None) -> None:
     """Rows and columns of a tile beyond the matrix are not written: here lies another matrix."""
     rt = cuda_runtime()
-    whole, old = values(rt, (272, 528), D.bfloat16, 5, 30.0)
-    y, want = block_product(rt, PAIRS["1Dx2D"], (136, 528, 400), out=whole.rows(0, 136))
+    whole, old = values(rt, (288, 528), D.bfloat16, 5, 30.0)
+    y, want = block_product(rt, PAIRS["1Dx2D"], (144, 528, 400), out=whole.rows(0, 144))
     close(rt, y, want, DB["bf16"])
-    assert (rt.numpy(whole.rows(136, 272)).astype(float) == old[136:]).all()
+    assert (rt.numpy(whole.rows(144, 288)).astype(float) == old[144:]).all()
 
 
 @requires_blocks
@@ -99,7 +99,7 @@ def test_it_is_captured_and_reads_where_its_operands_are_now(chosen: None, pair:
     torch = pytest.importorskip("torch")
     from te_torch.runtime import runtime_for, to_core
 
-    m, n, k = 264, 528, 656
+    m, n, k = 272, 528, 656
     forms = TAKEN[pair]
 
     def operands(seed: int) -> tuple[list[Any], Any]:
@@ -212,8 +212,15 @@ def test_cublaslt_runs_where_it_was_not_slower(make: Make, monkeypatch: pytest.M
     assert isinstance(cuda_gemm.plan_gemm(rt, SPEC), BlockPlan)
     for other in ({"n": 4096}, {"m": 16384, "n": 8192, "k": 2048}, {"bias": D.bfloat16}):
         assert isinstance(cuda_gemm.plan_gemm(rt, replace(SPEC, **other)), LtPlan)
-    monkeypatch.setattr(gemm_block.libraries.driver(), "tensor_map", lambda *one: None)
-    assert isinstance(cuda_gemm.plan_gemm(rt, SPEC), LtPlan)
+
+
+def test_a_map_that_is_not_as_known(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a driver that keeps addresses elsewhere: cuBLASLt multiplies."""
+    machine = make()
+    assert machine.driver.tensor_map((8, 16), (8, 16), 1) == bytes(128)
+    monkeypatch.setattr(machine.lib, "_cuTensorMapEncodeTiled", lambda *given: 0, raising=False)
+    assert machine.driver.tensor_map((8, 16), (8, 16), 1) is None
+    assert isinstance(cuda_gemm.plan_gemm(machine.runtime(), SPEC), LtPlan)
 
 
 @pytest.mark.parametrize(("ms", "wins"), [(1.04, True), (1.02, False)])
