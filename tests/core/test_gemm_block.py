@@ -16,7 +16,6 @@ from te_core.backends.cuda.gemm_block import BlockPlan
 from te_core.backends.cuda.gemm_run import LtPlan
 from te_core.ops.gemm import GemmSpec, gemm
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
 from tests.backends import cuda_runtime
 from tests.core.covering_lists import covering_lists
 from tests.core.fake_cuda import B200, Make, tensor
@@ -172,7 +171,7 @@ def test_a_replay_puts_the_addresses_of_its_call_into_the_maps(make: Make, chose
 
 
 def test_it_is_given_its_operands(make: Make, chosen: None) -> None:
-    """Addresses where the kernel's struct has them, sizes behind, and as many blocks as there are tiles or processors."""
+    """Addresses where the kernel's struct has them, sizes behind, and a block for each tile or multiprocessor."""
     machine = make()
     rt = machine.runtime()
     for (m, n, k), blocks in (((264, 272, 400), 8), ((8192, 28672, 128), 132)):
@@ -225,7 +224,7 @@ def test_a_map_that_is_not_as_known(make: Make, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("ms", "wins"), [(1.04, True), (1.02, False)])
 def test_timings_are_kept(make: Make, monkeypatch: pytest.MonkeyPatch, ms: float, wins: bool) -> None:
-    """By 3 % or more it is faster. Later processes do not time, and their timing stands above what is known of sizes."""
+    """By 3 % or more it is faster. Later processes do not time: what was timed stands above what is known of sizes."""
     timed: list[int] = []
     monkeypatch.setattr(gemm_tune, "_time_all", lambda *given: [2.0] * len(given[4]))
     monkeypatch.setattr(gemm_tune, "_time", lambda rt, runs: timed.append(len(runs)) or [ms, 1.0])

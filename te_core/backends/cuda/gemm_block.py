@@ -1,8 +1,8 @@
 """The block-scaled product of our own (kernels/block_gemm.cu), which stands beside cuBLASLt's.
 
 It takes a in 1x128 pieces, b in pieces or 128x128 tiles, into bfloat16 or float32, and adds to what float32 held. It
-reads and writes matrices by tensor maps. A map is made with the plan, for it says the shape of a matrix; of an address it
-holds nothing but the address, in its first eight bytes, so a run, a recording or a captured graph writes it there.
+reads matrices by tensor maps. A map says the shape of a matrix, and is made with the plan. The address stands in its
+first eight bytes, where a run writes it, and a replay where it is recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _TYPES = {dtypes.float8_e4m3: "e4m3", dtypes.float8_e5m2: "e5m2", dtypes.bfloat16: "bf16", dtypes.float32: "float"}
 _TILE, _CLUSTER, _THREADS, _STAGES = (128, 256), 2, 384, 4
-#: The kernel's struct by value: maps of a, b and out, of which x is all but the address; scales of a and b, out; M, N, K.
+#: The kernel's struct by value: maps of a, b and out (x: all but the address), scales of a and b, out, M, N, K.
 TABLE = struct.Struct("=Q120xQ120xQ120xQQQ3i28x")
 _PLACES = (0, 128, 256, 384, 392, 400)
 _SIZES = struct.Struct("=3i"), 408
