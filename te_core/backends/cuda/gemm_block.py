@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 _TYPES = {dtypes.float8_e4m3: "e4m3", dtypes.float8_e5m2: "e5m2", dtypes.bfloat16: "bf16", dtypes.float32: "float"}
 _TILE, _CLUSTER, _THREADS, _STAGES = (128, 256), 2, 384, 4
-#: The kernel's struct by value: maps of a, b and out (x: all but the address), scales of a and b, out, M, N, K.
-TABLE = struct.Struct("=Q120xQ120xQ120xQQQ3i28x")
+#: The kernel's struct by value: maps of a, b and out (address and the rest), scales of a and b, out, M, N, K.
+TABLE = struct.Struct("=Q120sQ120sQ120sQQQ3i28x")
 _PLACES = (0, 128, 256, 384, 392, 400)
-_SIZES = struct.Struct("=3i"), 408
-_ADDRESS = struct.Struct("=Q").pack_into
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,7 +35,7 @@ class BlockPlan:
     kernel: Kernel
     blocks: int
     shared: int
-    table: bytes  # without addresses
+    maps: tuple[bytes, ...]  # of a, b and out, without addresses
     source: str  # who chose it before cuBLASLt
     swizzled = False
     family = "block_gemm.cu"
@@ -53,10 +51,12 @@ class BlockPlan:
 
     def run(self, rt: Runtime, operands: GemmOperands) -> None:
         """Launch on the runtime's stream."""
-        table = ctypes.create_string_buffer(self.table, len(self.table))
         a, b, out, a_scale, b_scale = operands[:5]
-        for place, tensor in zip(_PLACES, (a, b, out, a_scale, b_scale, out), strict=True):
-            _ADDRESS(table, place, tensor.ptr)  # type: ignore[union-attr]
+        assert a_scale is not None and b_scale is not None
+        spec, (a_map, b_map, out_map), to = self.spec, self.maps, out.ptr
+        addresses = a_scale.ptr, b_scale.ptr, to
+        content = TABLE.pack(a.ptr, a_map, b.ptr, b_map, to, out_map, *addresses, spec.m, spec.n, spec.k)
+        table = ctypes.create_string_buffer(content, TABLE.size)
         self.kernel.by_value(rt, self.blocks, _THREADS, table, self.shared, _PLACES)
 
 
@@ -87,11 +87,9 @@ def plan(rt: Runtime, spec: GemmSpec, source: str) -> BlockPlan | None:
     driver, tiled = libraries.driver(), spec.b_format is not None and spec.b_format.tiled
     down, across = -(-spec.m // (_CLUSTER * _TILE[0])), -(-spec.n // _TILE[1])
     matrices = ((spec.m, spec.k), (128, 128), 1), ((spec.n, spec.k), (128, 128), 1), ((spec.m, spec.n), (16, 64), 2)
-    maps = [driver.tensor_map(*one) for one in matrices]
-    if None in maps:
+    maps = tuple(one[8:] for one in (driver.tensor_map(*each) for each in matrices) if one)
+    if len(maps) < len(matrices):
         return None
-    table = bytearray(b"".join(one for one in maps if one)).ljust(TABLE.size, b"\0")
-    _SIZES[0].pack_into(table, _SIZES[1], spec.m, spec.n, spec.k)
     kernel = loader.get(
         rt,
         "block_gemm",
@@ -106,4 +104,4 @@ def plan(rt: Runtime, spec: GemmSpec, source: str) -> BlockPlan | None:
     places = (rows + columns) * 128 + 4 * rows + 16  # bytes of one: matrices, a's scales, barriers
     shared = _STAGES * places + 128 + 4 * columns * (1 if tiled else _STAGES)
     clusters = min(down * across, device.info(rt.device.index).multiprocessors // _CLUSTER)
-    return BlockPlan(spec, kernel, _CLUSTER * clusters, -(-shared // 1024) * 1024, bytes(table), source)
+    return BlockPlan(spec, kernel, _CLUSTER * clusters, -(-shared // 1024) * 1024, maps, source)
