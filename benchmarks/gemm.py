@@ -3,9 +3,9 @@
 Both read the same operands. `of_torch` is torch's time over ours: 1 is equal, more is faster than torch. The target
 is 0.98 for FP8. Host times are those of one call at 128 x 256 x 256, where the GPU is never in the way.
 
-Products with block scales (kernels/block_gemm.cu) stand beside cuBLASLt's and its product with one scale a tensor (split
-accumulation): `of_cublaslt` and `of_tensor` are the times of these over ours. Each runs for 25 ms at a time, in turns, at
-the clock that the power allows, as in a training step.
+Products with block scales (kernels/block_gemm.cu) stand beside cuBLASLt's and its product with one scale a tensor
+(split accumulation): `of_cublaslt` and `of_tensor` are the times of these over ours. Each runs for 25 ms at a time, in
+turns, at the clock that the power allows, as in a training step.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ CANDIDATES = 16
 #: A scale of one, as each scaling stores it.
 _ONE = {"block": 1.0, "mxfp8": 127, "nvfp4": 0x38}
 _REPEATS = 5
-#: A product of our own runs where cuBLASLt takes so many times as long.
-_GAIN = 1.03
+#: A product of our own runs where cuBLASLt takes so many times as long. Both are timed in rows of 25 ms (operations, and
+#: most products in a row), for a GPU lowers its clock when it multiplies for longer.
+_GAIN, _ROW, _MOST = 1.03, 2.5e13, 100
 
 _local = threading.local()
 _lock = threading.RLock()
@@ -100,7 +101,13 @@ def faster(rt: Runtime, plan: LtPlan) -> LtPlan | gemm_block.BlockPlan:
             return plan
         a, b, out, b_scale, a_scale = _operands(rt, spec, route)
         operands: Any = a, b, out, a_scale, b_scale, *[None] * 7
-        ms, own_ms = _time(rt, [lambda: plan.run(rt, operands), lambda: own.run(rt, operands)])
+        count = min(_MOST, 1 + int(_ROW / (2 * spec.m * spec.n * spec.k)))
+
+        def row(one: LtPlan | gemm_block.BlockPlan) -> None:
+            for _ in range(count):
+                one.run(rt, operands)
+
+        ms, own_ms = (t / count for t in _time(rt, [partial(row, plan), partial(row, own)]))
         entry = {"algorithm": bytes(plan.algorithm).hex(), "ms": round(ms, 5), "own_ms": round(own_ms, 5)}
         _remember(key, known | entry)
         wins = own_ms * _GAIN < ms
