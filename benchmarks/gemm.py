@@ -2,22 +2,34 @@
 
 Both read the same operands. `of_torch` is torch's time over ours: 1 is equal, more is faster than torch. The target
 is 0.98 for FP8. Host times are those of one call at 128 x 256 x 256, where the GPU is never in the way.
+
+Products with block scales (kernels/block_gemm.cu) stand beside cuBLASLt's and its product with one scale a tensor
+(split accumulation): `of_cublaslt` and `of_tensor` are the times of these over ours. Each runs for 25 ms at a time, in
+turns, at the clock that the power allows, as in a training step.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks import harness
-from te_core import ops
+from te_core import dtypes, ops
+from te_core.backends.cuda import gemm as cuda_gemm
+from te_core.backends.cuda import gemm_block
+from te_core.ops.gemm import GemmOperands, GemmSpec
+from te_core.quantized import Cast, Format
 from te_torch.runtime import runtime_for, to_core, to_torch
 from tests import generators
 
 SHAPES = ((8192, 8192, 8192), (8192, 4096, 4096), (8192, 28672, 4096), (8192, 4096, 14336))  # M, N, K
+#: With block scales.
+BLOCK_SHAPES = (*SHAPES[1:], (16384, 8192, 2048), (28672, 4096, 8192), (4096, 4096, 8192))
 MINI = ((256, 128, 64),)
 TINY = (128, 256, 256)
 TARGET = 0.98
@@ -88,6 +100,45 @@ def cases(shape: tuple[int, int, int]) -> Iterator[tuple[str, str, tuple[Call, C
     yield "bf16", "", bf16_pair(x, w)
 
 
+def block_calls(shape: tuple[int, int, int], tiled: bool, weight_gradient: bool) -> tuple[Call, Call, Call]:
+    """The product of our own, cuBLASLt's, and cuBLASLt's with one scale a tensor; a weight gradient adds to float32."""
+    (m, n, k), (x, w, _) = shape, operands(shape)
+    rt, forms = runtime_for(x), (Format(dtypes.float8_e4m3, "block"), Format(dtypes.float8_e4m3, "block", tiled))
+    a, b = (
+        ops.quantize(rt, to_core(t), Cast(f, rowwise=True, columnwise=False))
+        for t, f in zip((x, w), forms, strict=True)
+    )
+    kind = dtypes.float32 if weight_gradient else dtypes.bfloat16
+    out = rt.zeros((m, n), kind)
+    types = dtypes.float8_e4m3, dtypes.float8_e4m3, kind
+    spec = GemmSpec(m, n, k, False, True, *types, *[None] * 5, weight_gradient, True, False, 256, *forms)
+    given = GemmOperands(a.rowwise, b.rowwise, out, a.rowwise_scale, b.rowwise_scale)  # type: ignore[arg-type]
+    with mock.patch.object(gemm_block, "faster", lambda spec: False):
+        theirs = cuda_gemm.plan_gemm(rt, spec)
+    own = gemm_block.plan(rt, spec, "a benchmark")
+    assert own is not None
+    if not weight_gradient:
+        own.run(rt, given)
+        ours = to_torch(out).clone()
+        theirs.run(rt, given)
+        check(ours, to_torch(out))
+    tensor = fp8_pair(x, w, E4M3, split=True)[0]
+    return lambda: own.run(rt, given), lambda: theirs.run(rt, given), tensor
+
+
+def block_rows() -> Iterator[harness.Row]:
+    """A row for each shape and kind of scales."""
+    for shape in BLOCK_SHAPES:
+        flops = 2e-6 * shape[0] * shape[1] * shape[2]
+        for case, tiled, adds in (("128x128", True, False), ("1x128", False, False), ("1x128 adds", False, True)):
+            calls = block_calls(shape, tiled, adds)
+            turns = [[harness.row_us(call, max(3, round(25e9 / flops / 1e3))) for call in calls] for _ in range(5)]
+            us, theirs, tensor = map(statistics.median, zip(*turns, strict=True))
+            row: harness.Row = {"case": f"fp8 1x128 x {case}", "mode": "block", "shape": list(shape), "us": us}
+            yield row | {"TFLOP/s": flops / us, "of_cublaslt": theirs / us, "of_tensor": tensor / us}
+        harness.free()
+
+
 def measure() -> list[harness.Row]:
     """GPU times of all shapes, then host times."""
     rows = []
@@ -102,6 +153,8 @@ def measure() -> list[harness.Row]:
                 row |= {"target": TARGET, "ok": torch_us / us >= TARGET}
             rows.append(row)
         harness.free()
+    if harness.gpu() and torch.cuda.get_device_capability() == (9, 0):
+        rows += block_rows()
     for case, mode, (ours, theirs) in cases(TINY):
         us, torch_us = harness.host_us(ours, theirs)
         rows.append(

@@ -80,7 +80,13 @@ def of_rivals(figure: str, scale: float) -> Iterator[tuple[str, list[Beside]]]:
     yield (
         where,
         [
-            Beside("a Llama's layer", row["recipe"], row[figure] / scale, other["case"], other[figure] / scale)
+            Beside(
+                "TransformerLayer of `te bench`",
+                row["recipe"],
+                row[figure] / scale,
+                other["case"],
+                other[figure] / scale,
+            )
             for row in ours
             for other in others
             if (row["recipe"] == "bf16") <= (other["recipe"] == "bf16")

@@ -55,7 +55,7 @@ class Settings:
     seed: int = 0
 
 
-#: What fits a device: three to six minutes for two runs on two cores, some seconds on a large GPU.
+#: What fits a device: two to four minutes for two runs on two cores, some seconds on a large GPU.
 DEFAULTS = {
     "cpu": Settings(),
     "cuda": Settings(steps=400, layers=6, hidden=512, heads=8, batch=64, sequence=256, rate=2e-3),

@@ -53,7 +53,9 @@ VARIABLES: dict[str, Variable] = {
     "TE_CORE_LIBRARY": Variable(
         "te_core's library in C, libte_core.so (default: the wheel's, then the one that bindings/c built)", "path", ""
     ),
-    "TE_CORE_AUTOTUNE": Variable("1: time the candidate algorithms of each GEMM once and remember the fastest"),
+    "TE_CORE_AUTOTUNE": Variable(
+        "1: time the candidate algorithms (and kernels) of each GEMM once and remember the fastest"
+    ),
     "TE_CORE_TAPES": Variable(
         "when a layer's call is recorded, to be replayed from then on: the first or the second time that its shapes "
         "are met, or never",

@@ -1,7 +1,8 @@
 """Compile every kernel for every architecture with NVRTC. Needs no GPU; keeps nothing.
 
 A line `// compile-check: NAME=VALUE NAME2=VALUE2` in a .cu file names one set of constants to compile it
-with; a file without such a line is compiled once, with no constants.
+with; a file without such a line is compiled once, with no constants. A line `// architecture: sm_90a` names the
+only architecture of a file, which is compiled for that one in any case.
 """
 
 from __future__ import annotations
@@ -61,11 +62,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     given = parser.parse_args()
     names = given.names or sorted(path.stem for path in (ROOT / "te_core" / "kernels").glob("*.cu"))
+    only = {name: loader.only_architecture(name) for name in names}
     jobs: list[Job] = [
         (name, constants, arch)
         for name in names
         for constants in loader.compile_checks(name)
-        for arch in given.arch or ARCHS
+        for arch in ([only[name]] if only[name] else given.arch or ARCHS)
     ]
     start, good = time.perf_counter(), True
     waiting = {name: sum(job[0] == name for job in jobs) for name in names}

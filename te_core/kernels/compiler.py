@@ -23,6 +23,7 @@ Constant = str | int | bool
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
 _OPTIONS = re.compile(r"^//\s*options:\s*(.+)$", re.MULTILINE)
+_ARCHITECTURE = re.compile(r"^//\s*architecture:\s*(\S+)$", re.MULTILINE)
 _CHECKS = re.compile(r"^//\s*compile-check:[ \t]*(.*)$", re.MULTILINE)
 
 _lock = RLock()  # one compilation at a time: threads that want the same kernel shall not build it twice
@@ -42,6 +43,12 @@ def compile_checks(name: str) -> list[dict[str, Constant]]:
     """The sets of constants that the file's `// compile-check:` lines name, for building it ahead of time."""
     lines = _CHECKS.findall(source_path(name).read_text())
     return [dict(pair.split("=", 1) for pair in line.split()) for line in lines] or [{}]
+
+
+def only_architecture(name: str) -> str | None:
+    """What the file's `// architecture:` line names: the one that it is compiled for, and runs on; None: any."""
+    found = _ARCHITECTURE.search(source_path(name).read_text())
+    return found and found.group(1)
 
 
 def architecture(capability: tuple[int, int]) -> str:

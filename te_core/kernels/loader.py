@@ -16,12 +16,20 @@ from typing import Any
 
 from te_core import libraries
 from te_core.errors import ArgumentError, LibraryError
-from te_core.kernels.compiler import Constant, architecture, cached, compile_checks, compile_source, source_path
+from te_core.kernels.compiler import (
+    Constant,
+    architecture,
+    cached,
+    compile_checks,
+    compile_source,
+    only_architecture,
+    source_path,
+)
 from te_core.runtime import Runtime
 from te_core.symbols import STREAM, Patch, patches
 from te_core.tensor import Device, Tensor
 
-__all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "source_path"]
+__all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "only_architecture", "source_path"]
 
 #: How each letter of `args` is packed. Every argument has eight bytes, so one array of addresses serves all kernels.
 _LETTERS = {"p": "Q", "q": "q", "i": "i4x", "f": "f4x", "b": "Q"}
@@ -246,7 +254,7 @@ def _load(rt: Runtime, name: str, entry: str, args: str, constants: dict[str, Co
     backend = _cupy_driver()
     driver = libraries.driver()
     index = rt.device.index
-    arch = architecture((driver.attribute(index, "major"), driver.attribute(index, "minor")))
+    arch = only_architecture(name) or architecture((driver.attribute(index, "major"), driver.attribute(index, "minor")))
     modules, key = rt.device.of(Loaded).modules, (name, *sorted(constants.items()))
     with driver.at_first_use(index):
         if key not in modules:

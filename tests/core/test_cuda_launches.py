@@ -88,6 +88,13 @@ def every(rt: Runtime) -> dict[str, Right]:
     found["activation current"] = Right(
         ops.activation_backward, (rt, x, tensor(rt, 32, 64), "swiglu"), {"cast": current}
     )
+    blocks = Cast(Format(dtypes.float8_e4m3, "block"), rowwise=True, columnwise=True)
+    found["norm in blocks"] = Right(
+        ops.norm_forward, (rt, x, vector, None), {"kind": "RMSNorm", "eps": 1e-5, "cast": blocks}
+    )
+    found["activation in blocks"] = Right(
+        ops.activation_backward, (rt, x, x, "gelu"), {"cast": blocks, "column_sum": vector}
+    )
     clamp = Clamp(5.0, 1.5, 0.5)
     found["clamped"] = Right(ops.activation_forward, (rt, tensor(rt, 32, 64), "clamped_swiglu"), {"clamp": clamp})
     index = ops.index_row_map(rt, rt.tensor(np.zeros((32, 2), "int32")), rows=64)

@@ -1,4 +1,4 @@
-"""The tables of the guide on performance: which figures stand beside one another; rivals are the same layer."""
+"""The tables of the guide on performance: which figures stand beside one another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import harness, report, rivals, summary
 
@@ -75,23 +74,6 @@ def test_a_step_stands_beside_the_same_recipe(results: Path) -> None:
     record(results, "2026-01-02", "end_to_end", rows)
     ((_, found),) = summary.of_parts("ms", 1)
     assert [(each.recipe, each.ours, each.theirs) for each in found] == [("block", 5.0, 6.0)]
-
-
-def test_rivals_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's layer has the work of ours: with our weights, our result."""
-    monkeypatch.setattr(harness, "gpu", lambda: False)
-    hidden, inside, heads, groups, tokens, batch = rivals.SIZES["cpu"]
-    theirs = rivals.Layer(hidden, inside, heads, groups)
-    options = rivals.attention.LLAMA | {"num_gqa_groups": groups, "device": "cpu", "qkv_weight_interleaved": False}
-    ours = rivals.attention.layer(hidden, inside, heads, **options).float()
-    names = ("self_attention.layernorm_qkv.weight", "self_attention.proj.weight")
-    names += ("layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight")
-    weights = dict(ours.named_parameters())
-    with torch.no_grad():
-        for name, linear in zip(names, (theirs.qkv, theirs.proj, theirs.up, theirs.down), strict=True):
-            linear.weight.copy_(weights[name])
-    x = torch.randn(tokens, batch, hidden)
-    torch.testing.assert_close(theirs(x), ours(x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_reduced_run_has_a_row_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 cuBLASLt is column-major. Row-major out[M, N] = op(a) op(b) is its D[N, M] = op(b)' op(a)': its A is our b, its B
 our a, its m our N and its n our M, and no data moves. What it fuses, it does in one call. What it refuses (a bias
 of another dtype, an aux of odd width, ...) takes another route: the product in float32, then kernels/epilogue.cu
-and kernels/sums.cu. `plan.explain()` says which route was taken, and why the shorter ones were not.
+and kernels/sums.cu. A block-scaled product has a plan of our own beside it (gemm_block.py), where that is faster
+(`gemm_tune.faster`). `plan.explain()` says which route was taken, and why the shorter ones were not.
 
 The factor of an nvfp4 product lies on the device, in the operands' maxima: a kernel of one thread makes of them the
 alpha and beta that cuBLASLt then reads there, so nothing waits and a captured graph follows new maxima. The mxfp8 and
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from te_core import device, dtypes
 from te_core.backends.cuda import cublaslt as lt_
-from te_core.backends.cuda import gemm_tune
+from te_core.backends.cuda import gemm_block, gemm_tune
+from te_core.backends.cuda.gemm_block import BlockPlan
 from te_core.backends.cuda.gemm_run import (
     A_SCALE,
     A_SUM,
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 _ALPHA_ARGS = "pppff"
 
 
-def plan_gemm(rt: Runtime, spec: GemmSpec) -> LtPlan:
+def plan_gemm(rt: Runtime, spec: GemmSpec) -> LtPlan | BlockPlan:
     """Choose the route and the algorithm.
 
     On an H200's host: 155 us for whole tiles, nearly all of it cuBLASLt's heuristic, and 55 us for a ragged number
@@ -57,7 +59,7 @@ def plan_gemm(rt: Runtime, spec: GemmSpec) -> LtPlan:
         return _plan(rt, spec)
 
 
-def _plan(rt: Runtime, spec: GemmSpec) -> LtPlan:
+def _plan(rt: Runtime, spec: GemmSpec) -> LtPlan | BlockPlan:
     if narrow(spec) and spec.alignment < 16:
         raise ArgumentError(
             "gemm (FP8)",
@@ -100,7 +102,7 @@ def _plan(rt: Runtime, spec: GemmSpec) -> LtPlan:
             ctypes.addressof(chosen.algorithm),
         )
         cache.put(plan, prepared.finished(plan))
-        return plan
+        return gemm_tune.faster(rt, plan) if gemm_block.able(rt, spec) else plan
     raise UnsupportedError(
         "gemm",
         f"{spec}",
@@ -192,7 +194,7 @@ def _finish_kernel(rt: Runtime, spec: GemmSpec) -> Kernel:
     )
 
 
-def tune(rt: Runtime, spec: GemmSpec) -> LtPlan:
+def tune(rt: Runtime, spec: GemmSpec) -> LtPlan | BlockPlan:
     """Time the candidate algorithms of a GEMM, remember the fastest on disk, and return its plan."""
     with gemm_tune.forced():
         return plan_gemm(rt, spec)

@@ -1,4 +1,5 @@
-"""Which cuBLASLt algorithm a GEMM uses: the heuristic's first, or the fastest of those timed.
+"""Which cuBLASLt algorithm a GEMM uses: the heuristic's first, or the fastest of those timed; and whether a kernel of
+our own runs in its place.
 
 Timing is done on request (`te_core.backends.cuda.gemm.tune`, TE_CORE_AUTOTUNE=1). Its choices are kept in a JSON
 file of the cache folder, by device name, cuBLASLt version and GEMM, and used by every later process.
@@ -11,9 +12,10 @@ import json
 import re
 import struct
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,8 @@ import numpy as np
 
 from te_core import cache, device, dtypes, env, libraries
 from te_core.backends.cuda import cublaslt as lt_
-from te_core.backends.cuda.gemm_run import LtRoute, Prepared
+from te_core.backends.cuda import gemm_block
+from te_core.backends.cuda.gemm_run import LtPlan, LtRoute, Prepared
 from te_core.dtypes import DType
 from te_core.plan_cache import drop_oldest
 from te_core.quantized import pieces
@@ -35,6 +38,9 @@ CANDIDATES = 16
 #: A scale of one, as each scaling stores it.
 _ONE = {"block": 1.0, "mxfp8": 127, "nvfp4": 0x38}
 _REPEATS = 5
+#: A product of our own runs where cuBLASLt takes so many times as long. Both are timed in rows of 25 ms (operations, and
+#: most products in a row), for a GPU lowers its clock when it multiplies for longer.
+_GAIN, _ROW, _MOST = 1.03, 2.5e13, 100
 
 _local = threading.local()
 _lock = threading.RLock()
@@ -76,8 +82,38 @@ def choose(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared) -> C
         return found if isinstance(found, str) else found[0]
     times = _time_all(rt, spec, route, prepared, found)
     best = min(range(len(found)), key=times.__getitem__)
-    _remember(_key(rt, spec, route), found[best], times[best], times[0])
+    entry = {"algorithm": bytes(found[best].algorithm).hex(), "ms": round(times[best], 5)}
+    _remember(_key(rt, spec, route), entry | {"heuristic_ms": round(times[0], 5)})
     return Choice(found[best].algorithm, found[best].workspace, f"timing {len(found)} algorithms")
+
+
+def faster(rt: Runtime, plan: LtPlan) -> LtPlan | gemm_block.BlockPlan:
+    """A block-scaled product's plan: cuBLASLt's, or one of our own that was faster by a _GAIN, here or elsewhere."""
+    spec, route = plan.spec, plan.route
+    assert route is not None
+    key, tuning = _key(rt, spec, route), getattr(_local, "forced", False)
+    known = _stored().get(key, {})
+    if "own_ms" in known and not tuning:
+        wins, source = known["own_ms"] * _GAIN < known.get("ms", 0.0), "an earlier timing"
+    elif (tuning or env.autotune()) and not libraries.driver().is_capturing(rt.stream):
+        own, source = gemm_block.plan(rt, spec, ""), "timing it beside cuBLASLt's"
+        if own is None:
+            return plan
+        a, b, out, b_scale, a_scale = _operands(rt, spec, route)
+        operands: Any = a, b, out, a_scale, b_scale, *[None] * 7
+        count = min(_MOST, 1 + int(_ROW / (2 * spec.m * spec.n * spec.k)))
+
+        def row(one: LtPlan | gemm_block.BlockPlan) -> None:
+            for _ in range(count):
+                one.run(rt, operands)
+
+        ms, own_ms = (t / count for t in _time(rt, [partial(row, plan), partial(row, own)]))
+        entry = {"algorithm": bytes(plan.algorithm).hex(), "ms": round(ms, 5), "own_ms": round(own_ms, 5)}
+        _remember(key, known | entry)
+        wins = own_ms * _GAIN < ms
+    else:
+        wins, source = gemm_block.faster(spec), "timings of such sizes"
+    return (gemm_block.plan(rt, spec, source) if wins else None) or plan
 
 
 def _neighbours(device: Device) -> dict[Hashable, bytes]:
@@ -187,22 +223,31 @@ def _check(prepared: Prepared, stored: bytes, source: str) -> Choice | None:
 
 
 def _time_all(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared, found: list[Choice]) -> list[float]:
-    """Milliseconds of each algorithm on random operands: the best of a few runs, taken in turns."""
-    driver = libraries.driver()
+    """Milliseconds of each algorithm on random operands."""
     operands = _operands(rt, spec, route)
     a, b, out, *rest = operands
     pair = rt.tensor(np.array([1, route.accumulate], np.float32))
     # Alpha and beta of nvfp4 are read on the device.
     alpha = pair.ptr if spec.a_format is not None and spec.a_format.scaling == "nvfp4" else 0
     scratch, pointers = rt.workspace("cublasLt", prepared.cache.limit), tuple(t.ptr for t in rest)
+
+    def run(choice: Choice) -> None:
+        prepared.algo, prepared.needs = ctypes.addressof(choice.algorithm), choice.workspace
+        prepared.run(rt, a.ptr, b.ptr, out.ptr, alpha, pointers, scratch)
+
+    return _time(rt, [partial(run, choice) for choice in found])
+
+
+def _time(rt: Runtime, runs: list[Callable[[], None]]) -> list[float]:
+    """Milliseconds of each: the best of a few, taken in turns."""
+    driver = libraries.driver()
     with driver.on(rt.device.index):
         start, stop = driver.create_event(timing=True), driver.create_event(timing=True)
-        best = [float("inf")] * len(found)
+        best = [float("inf")] * len(runs)
         for repeat in range(1 + _REPEATS):
-            for i, choice in enumerate(found):
-                prepared.algo, prepared.needs = ctypes.addressof(choice.algorithm), choice.workspace
+            for i, run in enumerate(runs):
                 driver.record(start, rt.stream)
-                prepared.run(rt, a.ptr, b.ptr, out.ptr, alpha, pointers, scratch)
+                run()
                 driver.record(stop, rt.stream)
                 elapsed = driver.elapsed_ms(start, stop)
                 if repeat:  # the first round loads the kernels
@@ -266,7 +311,10 @@ def _read_store() -> dict[str, dict[str, Any]]:
 
 def _is_store(content: Any) -> bool:
     return isinstance(content, dict) and all(
-        isinstance(entry, dict) and _is_algorithm(entry.get("algorithm")) for entry in content.values()
+        isinstance(entry, dict)
+        and _is_algorithm(entry.get("algorithm"))
+        and all(isinstance(entry.get(name, 0.0), (int, float)) for name in ("ms", "own_ms"))
+        for entry in content.values()
     )
 
 
@@ -274,11 +322,9 @@ def _is_algorithm(text: Any) -> bool:
     return isinstance(text, str) and re.fullmatch(rf"[0-9a-f]{{{2 * lt_.ALGO_BYTES}}}", text) is not None
 
 
-def _remember(key: str, choice: Choice, ms: float, first_ms: float) -> None:
+def _remember(key: str, entry: dict[str, Any]) -> None:
     """Add a choice to the file, keeping what other processes added meanwhile."""
     global _store
-    algorithm = bytes(choice.algorithm).hex()
-    entry = {"algorithm": algorithm, "ms": round(ms, 5), "heuristic_ms": round(first_ms, 5)}
     with _lock:
         _store = {**_stored(), **_read_store()}
         while len(_store) >= _MOST_STORED:  # sizes that differ at every step are timed at every step, too

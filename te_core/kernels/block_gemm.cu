@@ -1,0 +1,379 @@
+// out [M, N] = a [M, K] b [N, K]^T of FP8 with a scale for each block: a in 1x128 pieces, b in pieces or 128x128 tiles.
+//
+// Scales lie as te_core/quantized.py has them: of pieces [K / 128, rows], of tiles [rows / 128, K / 128 up to 4]. Any M
+// that is a multiple of 8, N and K of 16: the copy engine reads zeros beyond the edges, and what lies there is not stored.
+//
+// Blocks are persistent and come in clusters of two, one tile of a above the other; a block's tile is 128 x 256. One
+// thread loads: 128 of K at a time into one of STAGES places, each block half of b, for both. Two groups of 128 threads
+// multiply 64 rows each. Tensor cores sum the products of 128 of K only, 64 columns at a time in one of two sets of
+// registers; while they fill one, the other is multiplied by its scales and added to the sums in float32. Rows of a come
+// through registers, which saves the tensor cores three of four readings of them. With tiles the groups take turns in
+// giving the tensor cores work, so that both do not add at once; with pieces that is slower.
+// Measured 2026-11-27, H100, 8192 x 28672 x 4096 in bf16, TFLOP/s: tiles 1149 (cuBLASLt 1077), pieces 877 (814), and one
+// scale a tensor in cuBLASLt 1301 and 1386. Halves of b as wide as 128 columns, rows of a from shared memory, 128 x 128
+// tiles and three stages were slower or equal.
+//
+// -D A_TYPE=e4m3|e5m2  B_TYPE=e4m3|e5m2  OUT=bf16|float  TILED=0|1  ACCUMULATE=0|1 (into float)
+// architecture: sm_90a
+// compile-check: A_TYPE=e4m3 B_TYPE=e4m3 OUT=bf16 TILED=1 ACCUMULATE=0
+// compile-check: A_TYPE=e5m2 B_TYPE=e4m3 OUT=bf16 TILED=0 ACCUMULATE=0
+// compile-check: A_TYPE=e4m3 B_TYPE=e5m2 OUT=float TILED=0 ACCUMULATE=1
+// compile-check: A_TYPE=e4m3 B_TYPE=e4m3 OUT=float TILED=1 ACCUMULATE=0
+#include "common/numeric.cuh"
+
+#ifndef STAGED
+#define STAGED 0
+#endif
+#ifndef PRELOAD
+#define PRELOAD 0
+#endif
+#ifndef TURNS
+#define TURNS TILED
+#endif
+
+constexpr int BM = 128, BN = 256, BK = 128, STAGES = 4, CLUSTER = 2, THREADS = 384;
+constexpr int NI = 64, PARTS = BN / NI, HELD = NI / 2;  // columns of one instruction; its registers in a thread
+constexpr int GROUP = 8;                                // tiles of a cluster below one another that share b in L2
+constexpr bool SENDS = STAGED && sizeof(OUT) == 2;
+
+struct alignas(64) Map {  // CUtensorMap
+    u8 bytes[128];
+};
+
+struct Arguments {
+    Map a, b, result;
+    const float* a_scale;
+    const float* b_scale;
+    OUT* out;
+    int m, n, k;
+};
+
+struct alignas(1024) Shared {
+    u8 a[STAGES][BM * BK];
+    u8 b[STAGES][BN * BK];
+    u8 sent[8][SENDS ? 2048 : 16];
+    float a_scale[STAGES][BM];
+    float b_scale[TILED ? 1 : STAGES][BN];
+    u64 full[STAGES], empty[STAGES];
+};
+
+struct Tile {
+    int m, n;  // its first row and column
+};
+
+// Where a thread's work is: `row` of its group's 16 rows of a warp, in the tile.
+struct Place {
+    int rank, group, warp, lane, row, down, across;
+};
+
+__device__ __forceinline__ u32 address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// ---- barriers and copies -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ void make_barrier(u64& barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void wait(u64& barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done) : "r"(address(&barrier)), "r"(parity) : "memory");
+    } while (!done);
+}
+
+// At the barrier in the same place of a block of the cluster.
+__device__ __forceinline__ void arrive(u64& barrier, u32 rank) {
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address(&barrier)), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ void expect(u64& barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void load_tile(u8* to, const Map& map, int x, int y, u64& barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(address(&barrier)) : "memory");
+}
+
+__device__ __forceinline__ void load_for_both(u8* to, const Map& map, int x, int y, u64& barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(address(&barrier)), "h"((unsigned short)3) : "memory");
+}
+
+__device__ __forceinline__ void load_floats(float* to, const float* from, u32 bytes, u64& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(&barrier)) : "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Group 0 before group 1, and again.
+__device__ __forceinline__ void take_turn(int group) {
+    if constexpr (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+}
+__device__ __forceinline__ void give_turn(int group) {
+    if constexpr (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
+}
+
+// ---- tensor cores ------------------------------------------------------------------------------------------
+
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+#define KEEP4(t, i) "+f"(t[i]), "+f"(t[i + 1]), "+f"(t[i + 2]), "+f"(t[i + 3])
+#define KEEP16(t, i) KEEP4(t, i), KEEP4(t, i + 4), KEEP4(t, i + 8), KEEP4(t, i + 12)
+#define STEP(a, b, adds)                                                                                                \
+    "wgmma.mma_async.sync.aligned.m64n64k32.f32." TEXT(A_TYPE) "." TEXT(B_TYPE)                                         \
+    " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+    "%30,%31}, {" a "}, " b ", " adds ", 1, 1;\n"
+
+// Rows of 128 bytes, eight of them swizzled together, as the copy engine leaves them.
+__device__ __forceinline__ u64 descriptor(const u8* at) {
+    return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(1) << 16 | (address(at) & 0x3ffff) >> 4;
+}
+
+// t = 64 rows of a (each thread's own part) times NI rows of b over 128 of K: begins.
+__device__ __forceinline__ void multiply(float (&t)[HELD], const u32 (&a)[16], u64 b) {
+    asm volatile("{\n.reg .pred no, yes;\n.reg .b64 b1, b2, b3;\nsetp.ne.b32 no, 0, 0;\nsetp.eq.b32 yes, 0, 0;\n"
+                 "add.s64 b1, %48, 2;\nadd.s64 b2, %48, 4;\nadd.s64 b3, %48, 6;\nwgmma.fence.sync.aligned;\n"
+                 STEP("%32,%33,%34,%35", "%48", "no") STEP("%36,%37,%38,%39", "b1", "yes")
+                 STEP("%40,%41,%42,%43", "b2", "yes") STEP("%44,%45,%46,%47", "b3", "yes")
+                 "wgmma.commit_group.sync.aligned;\n}"
+                 : KEEP16(t, 0), KEEP16(t, 16)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]),
+                   "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "l"(b)
+                 : "memory");
+}
+
+// Until all but the last PENDING of those are done, of which t is one.
+template <int PENDING> __device__ __forceinline__ void finish(float (&t)[HELD]) {
+    asm volatile("wgmma.wait_group.sync.aligned %32;" : KEEP16(t, 0), KEEP16(t, 16) : "n"(PENDING) : "memory");
+}
+
+// A warp's 16 rows of a, 128 of K.
+__device__ __forceinline__ void fetch_rows(u32 (&a)[16], const u8* rows, int lane) {
+    const int row = lane & 15, right = lane >> 4;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a[4 * j]), "=r"(a[4 * j + 1]), "=r"(a[4 * j + 2]), "=r"(a[4 * j + 3])
+                     : "r"(address(rows) + row * BK + ((2 * j + right ^ row & 7) << 4)) : "memory");
+    }
+}
+
+// Of the columns of a thread in one instruction's.
+__device__ __forceinline__ void load_scales(float2 (&c)[TILED ? 1 : HELD / 4], const float* columns) {
+    if constexpr (TILED) {
+        c[0] = make_float2(1.f, 1.f);
+    } else {
+#pragma unroll
+        for (int j = 0; j < HELD / 4; ++j) c[j] = *reinterpret_cast<const float2*>(columns + 8 * j);
+    }
+}
+
+// sum += t times the scales of two rows and, of pieces, of each column.
+__device__ __forceinline__ void add(float* sum, const float (&t)[HELD], float top, float low,
+                                    const float2 (&columns)[TILED ? 1 : HELD / 4]) {
+#pragma unroll
+    for (int j = 0; j < HELD; j += 4) {
+        const float2 c = columns[TILED ? 0 : j / 4];
+        sum[j] = fmaf(t[j], TILED ? top : top * c.x, sum[j]);
+        sum[j + 1] = fmaf(t[j + 1], TILED ? top : top * c.y, sum[j + 1]);
+        sum[j + 2] = fmaf(t[j + 2], TILED ? low : low * c.x, sum[j + 2]);
+        sum[j + 3] = fmaf(t[j + 3], TILED ? low : low * c.y, sum[j + 3]);
+    }
+}
+
+// ---- results -----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 pair(float x, float y) {
+    u32 v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(y), "f"(x));
+    return v;
+}
+
+// Four lanes side by side exchange four words: lane i then has those of number i.
+__device__ __forceinline__ void turn(u32 (&v)[4], int lane) {
+    const bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 got = __shfl_xor_sync(~0u, high ? v[i] : v[i + 2], 2);
+        (high ? v[i] : v[i + 2]) = got;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 got = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
+        (odd ? v[i] : v[i + 1]) = got;
+    }
+}
+
+// A row's columns: 16 bytes a lane.
+__device__ __forceinline__ void store(bf16* row, const float* sum, int col, int n, int lane) {
+#pragma unroll
+    for (int j = 0; j < BN / 8; j += 4) {
+        u32 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = pair(sum[4 * (j + i)], sum[4 * (j + i) + 1]);
+        turn(v, lane);
+        const int c = col + 8 * (j + (lane & 3));
+        if (c < n && row) *reinterpret_cast<uint4*>(row + c) = make_uint4(v[0], v[1], v[2], v[3]);
+    }
+}
+
+__device__ __forceinline__ void store(float* row, const float* sum, int col, int n, int lane) {
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j) {
+        const int c = col + 8 * j + 2 * (lane & 3);
+        if (c < n && row) {
+            float2* at = reinterpret_cast<float2*>(row + c);
+            const float2 old = ACCUMULATE ? *at : make_float2(0.f, 0.f);
+            *at = make_float2(old.x + sum[4 * j], old.y + sum[4 * j + 1]);
+        }
+    }
+}
+
+// A warp's 16 rows leave through shared memory, 64 columns at a time.
+__device__ __forceinline__ void send(const Map& map, u8* room, const float (&sum)[BN / 2], int row, int col, int lane) {
+    const int r = lane & 15, right = lane >> 4;
+    const u32 base = address(room);
+#pragma unroll
+    for (int part = 0; part < BN / 64; ++part) {
+        if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            const float* v = sum + 32 * part + 4 * j;
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                         ::"r"(base + r * 128 + ((j + right ^ r & 7) << 4)), "r"(pair(v[0], v[1])), "r"(pair(v[2], v[3])),
+                         "r"(pair(v[4], v[5])), "r"(pair(v[6], v[7])) : "memory");
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) {
+            asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+                         "cp.async.bulk.commit_group;" ::"l"(&map), "r"(col + 64 * part), "r"(row), "r"(base) : "memory");
+        }
+    }
+}
+
+// ---- the parts of a block ----------------------------------------------------------------------------------
+
+// Tiles in the order in which clusters take them: GROUP below one another, then to the right.
+__device__ __forceinline__ Tile tile_of(int number, const Place& at) {
+    const int first = number / (GROUP * at.across) * GROUP, height = min(GROUP, at.down - first);
+    const int inside = number - first * at.across;
+    return {((first + inside % height) * CLUSTER + at.rank) * BM, inside / height * BN};
+}
+
+__device__ __forceinline__ void produce(const Arguments& args, Shared& shared, const Place& at) {
+    const int blocks = (args.k + BK - 1) / BK;
+    int stage = 0;
+    u32 parity = 1;
+    for (int number = blockIdx.x / CLUSTER; number < at.down * at.across; number += gridDim.x / CLUSTER) {
+        const Tile tile = tile_of(number, at);
+        const u32 rows = 4 * max(0, min(BM, args.m - tile.m)), cols = TILED ? 0 : 4 * min(BN, args.n - tile.n);
+        for (int i = 0; i < blocks; ++i) {
+            u64& full = shared.full[stage];
+            wait(shared.empty[stage], parity);
+            expect(full, (BM + BN) * BK + rows + cols);
+            load_tile(shared.a[stage], args.a, i * BK, tile.m, full);
+            const int half = at.rank * (BN / CLUSTER);
+            load_for_both(shared.b[stage] + half * BK, args.b, i * BK, tile.n + half, full);
+            if (rows) load_floats(shared.a_scale[stage], args.a_scale + i64(i) * args.m + tile.m, rows, full);
+            if (cols) load_floats(shared.b_scale[stage], args.b_scale + i64(i) * args.n + tile.n, cols, full);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+    }
+}
+
+__device__ __forceinline__ void consume(const Arguments& args, Shared& shared, const Place& at) {
+    const int lane = at.lane, group = at.group, blocks = (args.k + BK - 1) / BK, wide = (blocks + 3) / 4 * 4;
+    int stage = 0;
+    u32 parity = 0;
+    float t[2][HELD];
+#pragma unroll
+    for (int i = 0; i < 2 * HELD; ++i) t[i / HELD][i % HELD] = 0.f;
+    if (group == 1) give_turn(1);
+    for (int number = blockIdx.x / CLUSTER; number < at.down * at.across; number += gridDim.x / CLUSTER) {
+        const Tile tile = tile_of(number, at);
+        const float* tiles[2] = {args.b_scale + i64(tile.n / 128) * wide,
+                                 args.b_scale + i64(min(tile.n / 128 + 1, (args.n - 1) / 128)) * wide};
+        float next[2] = {TILED ? __ldg(tiles[0]) : 1.f, TILED ? __ldg(tiles[1]) : 1.f};
+        float sum[BN / 2];
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) sum[i] = 0.f;
+        for (int i = 0; i < blocks; ++i) {
+            const float now[2] = {next[0], next[1]};
+            if constexpr (TILED) {  // on their way for a whole round
+                next[0] = __ldg(tiles[0] + min(i + 1, blocks - 1));
+                next[1] = __ldg(tiles[1] + min(i + 1, blocks - 1));
+            }
+            wait(shared.full[stage], parity);
+            const u64 b = descriptor(shared.b[stage]);
+            u32 a[16];
+            fetch_rows(a, shared.a[stage] + at.row * BK, lane);
+            const float top = shared.a_scale[stage][at.row + lane / 4], low = shared.a_scale[stage][at.row + lane / 4 + 8];
+            const float* columns = TILED ? nullptr : shared.b_scale[stage] + 2 * (lane & 3);
+            take_turn(group);
+            multiply(t[0], a, b);
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                if (p + 1 < PARTS) multiply(t[(p + 1) % 2], a, b + (p + 1) * (NI * BK / 16));
+                if (p + 2 == PARTS) give_turn(group);
+                float2 c[TILED ? 1 : HELD / 4];
+                if (PRELOAD) load_scales(c, columns + p * NI);
+                if (p + 1 < PARTS) {
+                    finish<1>(t[p % 2]);
+                } else {
+                    finish<0>(t[p % 2]);
+                    if (TILED && lane < CLUSTER) arrive(shared.empty[stage], lane);
+                }
+                if (!PRELOAD) load_scales(c, columns + p * NI);
+                const float scale = now[p * NI / 128];
+                add(sum + p * HELD, t[p % 2], top * scale, low * scale, c);
+            }
+            if constexpr (!TILED) {  // the columns' scales have been read by now
+                __syncwarp();
+                if (lane < CLUSTER) arrive(shared.empty[stage], lane);
+            }
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        const int row = tile.m + at.row + lane / 4;
+        if constexpr (SENDS) {
+            send(args.result, shared.sent[4 * group + at.warp], sum, tile.m + at.row, tile.n, lane);
+        } else {
+            store(row < args.m ? args.out + i64(row) * args.n : nullptr, sum, tile.n, args.n, lane);
+            store(row + 8 < args.m ? args.out + i64(row + 8) * args.n : nullptr, sum + 2, tile.n, args.n, lane);
+        }
+    }
+    if (SENDS && lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    block_gemm(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(1024) u8 memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int group = int(threadIdx.x / 128) - 1, warp = threadIdx.x / 32 % 4;
+    const Place at = {int(blockIdx.x % CLUSTER), group, warp, int(threadIdx.x % 32), 64 * group + 16 * warp,
+                      (args.m + BM * CLUSTER - 1) / (BM * CLUSTER), (args.n + BN - 1) / BN};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            make_barrier(shared.full[i], 1);
+            make_barrier(shared.empty[i], 8 * CLUSTER);  // each warp that multiplies, of both blocks
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    cluster_sync();
+    if (group < 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x == 0) produce(args, shared, at);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        consume(args, shared, at);
+    }
+    cluster_sync();  // the other block may still write to this one's memory
+}
