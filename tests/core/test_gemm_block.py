@@ -208,9 +208,11 @@ def test_products_that_it_takes(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_cublaslt_runs_where_it_was_not_slower(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rt = make().runtime()
-    assert isinstance(cuda_gemm.plan_gemm(rt, SPEC), BlockPlan)
+    pieces = replace(SPEC, b_format=PIECES)
+    assert isinstance(cuda_gemm.plan_gemm(rt, pieces), BlockPlan)
+    assert isinstance(cuda_gemm.plan_gemm(rt, SPEC), LtPlan)
     for other in ({"n": 4096}, {"m": 16384, "n": 32768, "k": 2048}, {"out": D.float32}, {"bias": D.bfloat16}):
-        assert isinstance(cuda_gemm.plan_gemm(rt, replace(SPEC, **other)), LtPlan)
+        assert isinstance(cuda_gemm.plan_gemm(rt, replace(pieces, **other)), LtPlan)
 
 
 def test_a_map_that_is_not_as_known(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
