@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,7 @@ def test_json_of_a_training_is_all_that_is_printed(
     assert [run["name"] for run in found["runs"]] == ["FP8 current", "bf16"] and len(found["runs"][0]["losses"]) == 2
     assert found["settings"]["recipe"] == "current" and found["settings"]["steps"] == 2
     assert all(Path(path).is_file() for path in found["written"]) and "loss" in said.err
+
+    (out / "loss.png").unlink(missing_ok=True)  # as without matplotlib: --resume draws it, and trains nothing again
+    assert main.main(["train", *size, "--text", str(tmp_path / "text"), "--out", str(out), "--resume"]) == 0
+    assert (out / "loss.png").is_file() and re.search(r"tokens/s +- +-\n", capsys.readouterr().out)
