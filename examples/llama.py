@@ -1,7 +1,7 @@
 """A Llama of te_torch's Transformer layers, and its weights as Hugging Face's `LlamaForCausalLM` saves them.
 
 `load_folder(folder, device)` makes the model of a folder with config.json and *.safetensors, `save_folder(...)` writes
-one that transformers, vLLM and others read. `examples/train_llama.py` trains it.
+one that transformers reads. `examples/train_llama.py` trains it.
 """
 
 from __future__ import annotations

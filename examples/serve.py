@@ -2,7 +2,8 @@
 
 A request waits until the KV cache has room. Its prompt is then read in the same step in which other texts go on, and
 its client gets each byte as it is written. Here clients ask the small GPT of `te train` at random times: 10
-seconds on a CPU core, with more of them on a GPU (not run on a GPU).
+seconds on a CPU core, with more of them on a GPU (not run on a GPU), where the first run plans attention for each size
+that it meets.
 
     python examples/serve.py --clients 20
 """
@@ -33,7 +34,7 @@ from te_cli.curve import write_curve
 from te_cli.gpt import GPT
 from te_cli.progress import Progress
 
-SIZES = {"cpu": (12, 4, 40), "cuda": (400, 64, 200)}  # clients, texts at a time, bytes for each
+SIZES = {"cpu": (12, 4, 40), "cuda": (100, 16, 200)}  # clients, texts at a time, bytes for each
 
 
 class Request:

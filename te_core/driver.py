@@ -371,24 +371,19 @@ class Driver:
         status = c_int(0)
         return self._lib.cuStreamIsCapturing(stream, byref(status)) != 0 or status.value != 0
 
-    def tensor_map(self, shape: tuple[int, int], box: tuple[int, int], itemsize: int) -> bytes | None:
-        """A CUtensorMap for a dense matrix: the copy engine takes boxes of it, whose rows are 128 bytes, to and from
-        shared memory, where eight rows are swizzled together.
+    def tensor_map(self, shape: tuple[int, int], box: tuple[int, int]) -> bytes | None:
+        """A CUtensorMap for a dense matrix of bytes: the copy engine takes boxes of it to shared memory, where eight
+        rows of 128 bytes are swizzled together.
 
-        The matrix begins at address 0 of memory that is not there: its address is to be written into the first eight
-        bytes. None of a driver that has addresses elsewhere.
+        The address of the matrix is to be written into its first eight bytes. None of a driver that has it elsewhere.
         """
-        room = ctypes.create_string_buffer(192)
+        room, address = ctypes.create_string_buffer(192), 1 << 20
         at = ctypes.addressof(room) + -ctypes.addressof(room) % 64
-        sizes, ones, address = (c_uint64 * 2)(*shape[::-1]), (c_uint * 2)(1, 1), 1 << 20
-        strides, boxed = (c_uint64 * 1)(shape[1] * itemsize), (c_uint * 2)(*box[::-1])
-        kind, swizzled, promoted = {1: 0, 2: 1}[itemsize], 3, 2  # uint8 or uint16; rows of 128 bytes; L2 reads 128
-        self._check(
-            self._lib.cuTensorMapEncodeTiled(
-                at, kind, 2, address, sizes, strides, boxed, ones, 0, swizzled, promoted, 0
-            ),
-            "cuTensorMapEncodeTiled",
-        )
+        sizes, strides = (c_uint64 * 2)(*shape[::-1]), (c_uint64 * 1)(shape[1])
+        boxed, ones = (c_uint * 2)(*box[::-1]), (c_uint * 2)(1, 1)
+        how = 0, 3, 2, 0  # no interleaving, swizzled by 128 bytes, L2 reads 128 bytes, zeros beyond the matrix
+        status = self._lib.cuTensorMapEncodeTiled(at, 0, 2, address, sizes, strides, boxed, ones, *how)
+        self._check(status, "cuTensorMapEncodeTiled")
         made = ctypes.string_at(at, 128)
         return bytes(8) + made[8:] if made[:8] == address.to_bytes(8, "little") else None
 

@@ -35,7 +35,7 @@ os.environ["TE_TESTS_POOLS"] = " ".join(_OURS)
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # JAX's threads talk to a GPU at any time, which breaks what another test captures: tests of JAX on a GPU run in a
 # process of their own (tests/core/test_jax_process.py).
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_PLATFORMS"] = os.environ.get("TE_TESTS_JAX", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 # torch collects garbage before it captures: a graph of an earlier test, let go inside of a capture, would break it.
 os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")

@@ -1,17 +1,18 @@
 // out [M, N] = a [M, K] b [N, K]^T of FP8 with a scale for each block: a in 1x128 pieces, b in pieces or 128x128 tiles.
 //
-// Scales lie as te_core/quantized.py has them: of pieces [K / 128, rows], of tiles [rows / 128, K / 128 up to 4]. Any M
-// that is a multiple of 8, N and K of 16: the copy engine reads zeros beyond the edges, and what lies there is not stored.
+// Scales lie as te_core/quantized.py has them: of pieces [K / 128, rows], of tiles [rows / 128, K / 128 up to 4]. M is
+// a multiple of 8, N and K of 16: beyond the edges the copy engine reads zeros, and what is computed is not stored.
 //
 // Blocks are persistent and come in clusters of two, one tile of a above the other; a block's tile is 128 x 256. One
 // thread loads: 128 of K at a time into one of STAGES places, each block half of b, for both. Two groups of 128 threads
 // multiply 64 rows each. Tensor cores sum the products of 128 of K only, 64 columns at a time in one of two sets of
-// registers; while they fill one, the other is multiplied by its scales and added to the sums in float32. Rows of a come
-// through registers, which saves the tensor cores three of four readings of them. With tiles the groups take turns in
-// giving the tensor cores work, so that both do not add at once; with pieces that is slower.
-// Measured 2026-11-27, H100, 8192 x 28672 x 4096 in bf16, TFLOP/s: tiles 1149 (cuBLASLt 1077), pieces 877 (814), and one
-// scale a tensor in cuBLASLt 1301 and 1386. Halves of b as wide as 128 columns, rows of a from shared memory, 128 x 128
-// tiles and three stages were slower or equal.
+// registers; while they fill one, the other is multiplied by its scales and added to the sums in float32. Rows of a
+// come through registers, which saves the tensor cores three of four readings of them. With tiles the groups take turns
+// in giving the tensor cores work, so that both do not add at once; with pieces that is slower.
+// Measured 2026-11-27, H100, 8192 x 28672 x 4096 in bf16, TFLOP/s: pieces 877 (cuBLASLt 814), tiles 1149 (1077, the best
+// of eight variants); one scale a tensor in cuBLASLt 1386 and 1301. 128 columns an instruction and one set of registers:
+// 895 and 1043. Tiles of 128 x 128: 834 and 998. Nothing hides the end of a tile: at K of 2048 cuBLASLt is faster by 3 to
+// 5 %.
 //
 // -D A_TYPE=e4m3|e5m2  B_TYPE=e4m3|e5m2  OUT=bf16|float  TILED=0|1  ACCUMULATE=0|1 (into float)
 // architecture: sm_90a
@@ -21,27 +22,16 @@
 // compile-check: A_TYPE=e4m3 B_TYPE=e4m3 OUT=float TILED=1 ACCUMULATE=0
 #include "common/numeric.cuh"
 
-#ifndef STAGED
-#define STAGED 0
-#endif
-#ifndef PRELOAD
-#define PRELOAD 0
-#endif
-#ifndef TURNS
-#define TURNS TILED
-#endif
-
 constexpr int BM = 128, BN = 256, BK = 128, STAGES = 4, CLUSTER = 2, THREADS = 384;
 constexpr int NI = 64, PARTS = BN / NI, HELD = NI / 2;  // columns of one instruction; its registers in a thread
 constexpr int GROUP = 8;                                // tiles of a cluster below one another that share b in L2
-constexpr bool SENDS = STAGED && sizeof(OUT) == 2;
 
 struct alignas(64) Map {  // CUtensorMap
     u8 bytes[128];
 };
 
 struct Arguments {
-    Map a, b, result;
+    Map a, b;
     const float* a_scale;
     const float* b_scale;
     OUT* out;
@@ -51,7 +41,6 @@ struct Arguments {
 struct alignas(1024) Shared {
     u8 a[STAGES][BM * BK];
     u8 b[STAGES][BN * BK];
-    u8 sent[8][SENDS ? 2048 : 16];
     float a_scale[STAGES][BM];
     float b_scale[TILED ? 1 : STAGES][BN];
     u64 full[STAGES], empty[STAGES];
@@ -61,9 +50,10 @@ struct Tile {
     int m, n;  // its first row and column
 };
 
-// Where a thread's work is: `row` of its group's 16 rows of a warp, in the tile.
+// Who a thread is: its block's rank in the cluster, its group (-1 loads), the first of its warp's 16 rows in a tile.
+// And how many tiles of a cluster there are.
 struct Place {
-    int rank, group, warp, lane, row, down, across;
+    int rank, group, lane, row, down, across;
 };
 
 __device__ __forceinline__ u32 address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
@@ -89,18 +79,21 @@ __device__ __forceinline__ void arrive(u64& barrier, u32 rank) {
 }
 
 __device__ __forceinline__ void expect(u64& barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 ::"r"(address(&barrier)), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void load_tile(u8* to, const Map& map, int x, int y, u64& barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3}], [%4];"
                  ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(address(&barrier)) : "memory");
 }
 
 __device__ __forceinline__ void load_for_both(u8* to, const Map& map, int x, int y, u64& barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                  " [%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(address(&barrier)), "h"((unsigned short)3) : "memory");
+                 ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(address(&barrier)), "h"((unsigned short)3)
+                 : "memory");
 }
 
 __device__ __forceinline__ void load_floats(float* to, const float* from, u32 bytes, u64& barrier) {
@@ -114,10 +107,10 @@ __device__ __forceinline__ void cluster_sync() {
 
 // Group 0 before group 1, and again.
 __device__ __forceinline__ void take_turn(int group) {
-    if constexpr (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+    if constexpr (TILED) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
 }
 __device__ __forceinline__ void give_turn(int group) {
-    if constexpr (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
+    if constexpr (TILED) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
 }
 
 // ---- tensor cores ------------------------------------------------------------------------------------------
@@ -126,8 +119,8 @@ __device__ __forceinline__ void give_turn(int group) {
 #define TEXT(x) TEXT_(x)
 #define KEEP4(t, i) "+f"(t[i]), "+f"(t[i + 1]), "+f"(t[i + 2]), "+f"(t[i + 3])
 #define KEEP16(t, i) KEEP4(t, i), KEEP4(t, i + 4), KEEP4(t, i + 8), KEEP4(t, i + 12)
-#define STEP(a, b, adds)                                                                                                \
-    "wgmma.mma_async.sync.aligned.m64n64k32.f32." TEXT(A_TYPE) "." TEXT(B_TYPE)                                         \
+#define STEP(a, b, adds)  \
+    "wgmma.mma_async.sync.aligned.m64n64k32.f32." TEXT(A_TYPE) "." TEXT(B_TYPE)  \
     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
     "%30,%31}, {" a "}, " b ", " adds ", 1, 1;\n"
 
@@ -165,22 +158,11 @@ __device__ __forceinline__ void fetch_rows(u32 (&a)[16], const u8* rows, int lan
     }
 }
 
-// Of the columns of a thread in one instruction's.
-__device__ __forceinline__ void load_scales(float2 (&c)[TILED ? 1 : HELD / 4], const float* columns) {
-    if constexpr (TILED) {
-        c[0] = make_float2(1.f, 1.f);
-    } else {
-#pragma unroll
-        for (int j = 0; j < HELD / 4; ++j) c[j] = *reinterpret_cast<const float2*>(columns + 8 * j);
-    }
-}
-
 // sum += t times the scales of two rows and, of pieces, of each column.
-__device__ __forceinline__ void add(float* sum, const float (&t)[HELD], float top, float low,
-                                    const float2 (&columns)[TILED ? 1 : HELD / 4]) {
+__device__ __forceinline__ void add(float* sum, const float (&t)[HELD], float top, float low, const float* columns) {
 #pragma unroll
     for (int j = 0; j < HELD; j += 4) {
-        const float2 c = columns[TILED ? 0 : j / 4];
+        const float2 c = TILED ? make_float2(1.f, 1.f) : *reinterpret_cast<const float2*>(columns + 2 * j);
         sum[j] = fmaf(t[j], TILED ? top : top * c.x, sum[j]);
         sum[j + 1] = fmaf(t[j + 1], TILED ? top : top * c.y, sum[j + 1]);
         sum[j + 2] = fmaf(t[j + 2], TILED ? low : low * c.x, sum[j + 2]);
@@ -232,30 +214,6 @@ __device__ __forceinline__ void store(float* row, const float* sum, int col, int
             float2* at = reinterpret_cast<float2*>(row + c);
             const float2 old = ACCUMULATE ? *at : make_float2(0.f, 0.f);
             *at = make_float2(old.x + sum[4 * j], old.y + sum[4 * j + 1]);
-        }
-    }
-}
-
-// A warp's 16 rows leave through shared memory, 64 columns at a time.
-__device__ __forceinline__ void send(const Map& map, u8* room, const float (&sum)[BN / 2], int row, int col, int lane) {
-    const int r = lane & 15, right = lane >> 4;
-    const u32 base = address(room);
-#pragma unroll
-    for (int part = 0; part < BN / 64; ++part) {
-        if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-            const float* v = sum + 32 * part + 4 * j;
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                         ::"r"(base + r * 128 + ((j + right ^ r & 7) << 4)), "r"(pair(v[0], v[1])), "r"(pair(v[2], v[3])),
-                         "r"(pair(v[4], v[5])), "r"(pair(v[6], v[7])) : "memory");
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncwarp();
-        if (lane == 0) {
-            asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
-                         "cp.async.bulk.commit_group;" ::"l"(&map), "r"(col + 64 * part), "r"(row), "r"(base) : "memory");
         }
     }
 }
@@ -316,7 +274,8 @@ __device__ __forceinline__ void consume(const Arguments& args, Shared& shared, c
             const u64 b = descriptor(shared.b[stage]);
             u32 a[16];
             fetch_rows(a, shared.a[stage] + at.row * BK, lane);
-            const float top = shared.a_scale[stage][at.row + lane / 4], low = shared.a_scale[stage][at.row + lane / 4 + 8];
+            const float* rows = shared.a_scale[stage] + at.row + lane / 4;
+            const float top = rows[0], low = rows[8];
             const float* columns = TILED ? nullptr : shared.b_scale[stage] + 2 * (lane & 3);
             take_turn(group);
             multiply(t[0], a, b);
@@ -324,17 +283,14 @@ __device__ __forceinline__ void consume(const Arguments& args, Shared& shared, c
             for (int p = 0; p < PARTS; ++p) {
                 if (p + 1 < PARTS) multiply(t[(p + 1) % 2], a, b + (p + 1) * (NI * BK / 16));
                 if (p + 2 == PARTS) give_turn(group);
-                float2 c[TILED ? 1 : HELD / 4];
-                if (PRELOAD) load_scales(c, columns + p * NI);
                 if (p + 1 < PARTS) {
                     finish<1>(t[p % 2]);
                 } else {
                     finish<0>(t[p % 2]);
                     if (TILED && lane < CLUSTER) arrive(shared.empty[stage], lane);
                 }
-                if (!PRELOAD) load_scales(c, columns + p * NI);
                 const float scale = now[p * NI / 128];
-                add(sum + p * HELD, t[p % 2], top * scale, low * scale, c);
+                add(sum + p * HELD, t[p % 2], top * scale, low * scale, columns + p * NI);
             }
             if constexpr (!TILED) {  // the columns' scales have been read by now
                 __syncwarp();
@@ -343,14 +299,9 @@ __device__ __forceinline__ void consume(const Arguments& args, Shared& shared, c
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         const int row = tile.m + at.row + lane / 4;
-        if constexpr (SENDS) {
-            send(args.result, shared.sent[4 * group + at.warp], sum, tile.m + at.row, tile.n, lane);
-        } else {
-            store(row < args.m ? args.out + i64(row) * args.n : nullptr, sum, tile.n, args.n, lane);
-            store(row + 8 < args.m ? args.out + i64(row + 8) * args.n : nullptr, sum + 2, tile.n, args.n, lane);
-        }
+        store(row < args.m ? args.out + i64(row) * args.n : nullptr, sum, tile.n, args.n, lane);
+        store(row + 8 < args.m ? args.out + i64(row + 8) * args.n : nullptr, sum + 2, tile.n, args.n, lane);
     }
-    if (SENDS && lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
@@ -358,7 +309,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int group = int(threadIdx.x / 128) - 1, warp = threadIdx.x / 32 % 4;
-    const Place at = {int(blockIdx.x % CLUSTER), group, warp, int(threadIdx.x % 32), 64 * group + 16 * warp,
+    const Place at = {int(blockIdx.x % CLUSTER), group, int(threadIdx.x % 32), 64 * group + 16 * warp,
                       (args.m + BM * CLUSTER - 1) / (BM * CLUSTER), (args.n + BN - 1) / BN};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {

@@ -23,7 +23,7 @@ _TABLES = {
 _WHOLE = {
     "context_lengths": (context._TABLE, (0, 1, 2)),
     "context_draws": (context._DRAWS, (0, 1)),
-    "block_gemm": (gemm_block.TABLE, (0, 2, 4, 6, 7, 8)),
+    "block_gemm": (gemm_block.TABLE, (0, 2, 4, 5, 6)),
 }
 #: Of those that are rows alone, the last of them zeros: a row, and how many addresses it begins with.
 _ROWS = {"scale_update": (quantize._STATE, 3)}

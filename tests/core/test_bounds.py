@@ -82,7 +82,7 @@ def test_stored_choices_of_gemms_have_a_bound(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(gemm_tune, "_store", None)
     monkeypatch.setattr(gemm_tune, "_MOST_STORED", 8)
     for i in range(30):
-        gemm_tune._remember(f"gemm {i:03}", gemm_tune.Choice((bytes([i]) * 64), 0, "here"), 1.0, 2.0)
+        gemm_tune._remember(f"gemm {i:03}", {"algorithm": bytes([i]).hex() * 64, "ms": 1.0})
     held = gemm_tune._read_store()
     assert len(held) == 8 and held == gemm_tune._stored() and "gemm 029" in held and "gemm 000" not in held
 

@@ -198,7 +198,7 @@ def test_a_choice_that_cannot_be_kept_is_no_error(folder: Path, monkeypatch: pyt
     """A read-only home, in the middle of a GEMM."""
     folder.write_text("")
     monkeypatch.setattr(gemm_tune, "_store", None)
-    gemm_tune._remember("a GEMM", gemm_tune.Choice((b"\x07" * 64), 0, "here"), 1.0, 2.0)
+    gemm_tune._remember("a GEMM", {"algorithm": "07" * 64, "ms": 1.0})
     assert gemm_tune._stored()["a GEMM"]["algorithm"] == "07" * 64
 
 

@@ -182,7 +182,7 @@ def test_it_is_given_its_operands(make: Make, chosen: None) -> None:
         with machine.noting() as events:
             y = gemm(rt, a, b, trans_b=True, **scales)
         (event,) = (event for event in events if event.kind == "launch")
-        wanted = [machine.place(t.ptr) for t in (a, b, y, a_scale, b_scale, y)]
+        wanted = [machine.place(t.ptr) for t in (a, b, a_scale, b_scale, y)]
         assert [place for _, place in event.places] == wanted
         assert event.what[2:4] == ((blocks, 1, 1, 384, 1, 1), 200704) and event.what[-3:] == (m, n, k)
     assert not machine.faults
@@ -208,17 +208,19 @@ def test_products_that_it_takes(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_cublaslt_runs_where_it_was_not_slower(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rt = make().runtime()
-    assert isinstance(cuda_gemm.plan_gemm(rt, SPEC), BlockPlan)
-    for other in ({"n": 4096}, {"m": 16384, "n": 8192, "k": 2048}, {"bias": D.bfloat16}):
-        assert isinstance(cuda_gemm.plan_gemm(rt, replace(SPEC, **other)), LtPlan)
+    pieces = replace(SPEC, b_format=PIECES)
+    assert isinstance(cuda_gemm.plan_gemm(rt, pieces), BlockPlan)
+    assert isinstance(cuda_gemm.plan_gemm(rt, SPEC), LtPlan)
+    for other in ({"n": 4096}, {"m": 16384, "n": 32768, "k": 2048}, {"out": D.float32}, {"bias": D.bfloat16}):
+        assert isinstance(cuda_gemm.plan_gemm(rt, replace(pieces, **other)), LtPlan)
 
 
 def test_a_map_that_is_not_as_known(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a driver that keeps addresses elsewhere: cuBLASLt multiplies."""
     machine = make()
-    assert machine.driver.tensor_map((8, 16), (8, 16), 1) == bytes(128)
+    assert machine.driver.tensor_map((8, 16), (8, 16)) == bytes(128)
     monkeypatch.setattr(machine.lib, "_cuTensorMapEncodeTiled", lambda *given: 0, raising=False)
-    assert machine.driver.tensor_map((8, 16), (8, 16), 1) is None
+    assert machine.driver.tensor_map((8, 16), (8, 16)) is None
     assert isinstance(cuda_gemm.plan_gemm(machine.runtime(), SPEC), LtPlan)
 
 

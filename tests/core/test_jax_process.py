@@ -30,7 +30,7 @@ CAPTURED = "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_gra
 )  # fmt: skip
 def test_jax_on_a_gpu(file: str, flags: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    env |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} {QUICK} {flags}"}
+    env |= {"TE_TESTS_JAX": "cuda,cpu", "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} {QUICK} {flags}"}
     command = [sys.executable, "-m", "pytest", "-q", "--require-cuda", "-o", "faulthandler_timeout=100"]
     command += ["-k", "(jax and cuda) or te_jax", file]
     try:  # a process that hangs says where

@@ -30,9 +30,9 @@ PROGRAMS = [path for path in sorted(EXAMPLES.glob("*.py")) if "__main__" in path
 
 #: Example -> what is smaller than on a CPU, the steps, and the share of the first loss that may be left.
 SHORT: dict[Any, tuple[dict[str, int], int, float]] = {
-    moe: ({"layers": 1, "width": 32, "inner": 32, "batch": 4}, 24, 0.75),
-    vit: ({"layers": 1, "width": 32, "heads": 2, "batch": 32}, 40, 0.8),
-    encoder_decoder: ({"width": 32, "heads": 2, "batch": 32, "longest": 4}, 40, 0.8),
+    moe: ({"layers": 1, "width": 32, "inner": 32, "batch": 4}, 20, 0.8),
+    vit: ({"layers": 1, "width": 32, "heads": 2, "batch": 32}, 30, 0.75),
+    encoder_decoder: ({"width": 32, "heads": 2, "batch": 32, "longest": 4}, 30, 0.85),
     lora: ({}, 12, 0.9),
 }
 

@@ -189,6 +189,9 @@ def said(command: str) -> str:
 
 def _commands() -> Iterator[str]:
     yield from _head("Commands", "What each command says with `--help`.")
-    below = re.findall(r"^    (\w+)  ", said("te").rpartition("COMMAND")[2], re.MULTILINE)
+    listed = re.search(r"^  COMMAND\n((?:    .*\n)+)", said("te"), re.MULTILINE)
+    if listed is None:
+        raise ValueError("`te --help` lists no commands below COMMAND")
+    below = re.findall(r"^    (\w+)", listed[1], re.MULTILINE)
     for command in ("te", *(f"te {name}" for name in below), *COMMANDS):
         yield from (f"## `{command}`", "", "```text", said(command).rstrip(), "```", "")

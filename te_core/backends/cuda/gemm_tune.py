@@ -38,8 +38,8 @@ CANDIDATES = 16
 #: A scale of one, as each scaling stores it.
 _ONE = {"block": 1.0, "mxfp8": 127, "nvfp4": 0x38}
 _REPEATS = 5
-#: A product of our own runs where cuBLASLt takes so many times as long. Both are timed in rows of 25 ms (operations, and
-#: most products in a row), for a GPU lowers its clock when it multiplies for longer.
+#: A product of our own runs where cuBLASLt takes so many times as long. Both are timed in rows of 25 ms (so many
+#: operations, and at most so many products), for a GPU lowers its clock when it multiplies for long.
 _GAIN, _ROW, _MOST = 1.03, 2.5e13, 100
 
 _local = threading.local()
