@@ -34,7 +34,12 @@ def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -
 
 WITHOUT_TORCH = """
 import sys
+from importlib import metadata
+known = metadata.version
 sys.modules["torch"] = None  # to import it is an error
+def version(name):
+    return known("no package" if name == "torch" else name)
+metadata.version = version
 from te_cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -53,8 +58,8 @@ def test_help_version_and_doctor_need_no_torch() -> None:
         assert ran.returncode == 0 and said in ran.stdout, ran.stderr
 
 
-def test_a_missing_torch_is_told_in_a_line() -> None:
-    words = ["report", "json:loads"]
+@pytest.mark.parametrize("words", (["train"], ["bench"], ["report", "json:loads"], ["warmup", "json:loads"]))
+def test_a_missing_torch_is_told_in_a_line(words: list[str]) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
