@@ -86,8 +86,11 @@ def gpus() -> int:
 
 
 def _torch() -> str:
-    """Its version, which says so where it is built for the CPU alone."""
-    return metadata.version("torch")
+    """Its version, which says so where it is built for the CPU alone; empty without torch."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def writable(folder: Path, files: Iterable[str] = (), option: str = "--out") -> None:

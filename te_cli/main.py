@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
+from importlib.util import find_spec
 
 import te_core
 from te_cli.arguments import UserError
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor.main(given[1:], "te doctor")
     options = _parser(given[:1]).parse_args(given)
     with _mistakes_end(f"te {options.command}"):
+        if find_spec("torch") is None:
+            import_module("te_torch")  # which says what to install
         with redirect_stdout(sys.stderr) if options.json else redirect_stdout(sys.stdout):
             found, words, code = import_module(COMMANDS[options.command][0]).run(options)
         print(json.dumps(found, indent=2) if options.json else words, flush=True)

@@ -193,7 +193,7 @@ def report(trainer: Trainer, results: list[dict[str, Any]], written: list[Path])
         "": [r["name"] for r in results],
         "training loss": [f"{r['training']:.4f}" for r in results],
         "held-out loss": [f"{r['held_out']:.4f}" for r in results],
-        "tokens/s": [f"{r['tokens_per_second']:,.0f}" for r in results],
+        "tokens/s": [f"{r['tokens_per_second']:,.0f}" if r["tokens_per_second"] else "-" for r in results],
         "seconds": [f"{r['seconds']:.1f}" for r in results],
     }
     for label, values in rows.items():

@@ -117,7 +117,7 @@ def report(faults: list[str]) -> Iterator[str]:
     """The report's lines; what keeps a present GPU from being used is added to `faults`."""
     yield f"te_core {te_core.__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield "packages: " + ", ".join(_packages())
-    yield f"tapes: {_TAPES[taped.when()]}; in this process {taped.COUNTS}"
+    yield f"replays: {_TAPES[taped.when()]}; in this process {taped.COUNTS}"
     yield ""
     driver = libraries.driver_version()
     gpu = driver != (0, 0)
@@ -125,7 +125,7 @@ def report(faults: list[str]) -> Iterator[str]:
         yield f"driver: supports CUDA {driver[0]}.{driver[1]}"
         yield from _devices(faults)
     else:
-        yield "driver: none. The reference backend (Runtime.cpu) is what runs here; kernels can still be compiled."
+        yield "driver: none. The reference backend (Runtime.cpu) is what runs here."
         yield ""
         yield from _rows("the CPU (NumPy)", device.cpu_table(), explained=True)
         yield "  attention: te_core's own, in FP8 under delayed and current scaling; cuDNN is for GPUs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,12 @@ def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -
 
 WITHOUT_TORCH = """
 import sys
+from importlib import metadata
+known = metadata.version
 sys.modules["torch"] = None  # to import it is an error
+def version(name):
+    return known("no package" if name == "torch" else name)
+metadata.version = version
 from te_cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -53,8 +59,8 @@ def test_help_version_and_doctor_need_no_torch() -> None:
         assert ran.returncode == 0 and said in ran.stdout, ran.stderr
 
 
-def test_a_missing_torch_is_told_in_a_line() -> None:
-    words = ["report", "json:loads"]
+@pytest.mark.parametrize("words", (["train"], ["bench"], ["report", "json:loads"], ["warmup", "json:loads"]))
+def test_a_missing_torch_is_told_in_a_line(words: list[str]) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -123,3 +129,7 @@ def test_json_of_a_training_is_all_that_is_printed(
     assert [run["name"] for run in found["runs"]] == ["FP8 current", "bf16"] and len(found["runs"][0]["losses"]) == 2
     assert found["settings"]["recipe"] == "current" and found["settings"]["steps"] == 2
     assert all(Path(path).is_file() for path in found["written"]) and "loss" in said.err
+
+    (out / "loss.png").unlink(missing_ok=True)  # as without matplotlib: --resume draws it, and trains nothing again
+    assert main.main(["train", *size, "--text", str(tmp_path / "text"), "--out", str(out), "--resume"]) == 0
+    assert (out / "loss.png").is_file() and re.search(r"tokens/s +- +-\n", capsys.readouterr().out)

@@ -247,7 +247,7 @@ def test_the_doctor_shows_what_is_set() -> None:
     assert "NVTE_UNFUSED_ATTN" not in said
     nothing = doctor()
     assert "no variable of ours is set" in nothing
-    assert "tapes: calls of layers are recorded when their shapes are met again;" in nothing
+    assert "replays: calls of layers are recorded when their shapes are met again;" in nothing
 
 
 def test_the_doctor_lists_all() -> None:

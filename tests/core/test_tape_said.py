@@ -33,7 +33,7 @@ def called(rt: Runtime, tapes: Tapes, call: Call, setting: str) -> None:
 
 def counted() -> str:
     """What the doctor and the report of tapes say of this process's calls: the same."""
-    (line,) = [line for line, _ in zip(doctor.report([]), range(3), strict=False) if line.startswith("tapes: ")]
+    (line,) = [line for line, _ in zip(doctor.report([]), range(3), strict=False) if line.startswith("replays: ")]
     said = explain_tapes().split("\n")[0]
     assert line.endswith(f"; in this process {said}") and explain_tapes(whole=True).split("\n")[0] == said
     return said

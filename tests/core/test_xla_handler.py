@@ -158,7 +158,7 @@ def told(doors: Doors, work: record.Work) -> None:
 def test_a_call_in_c_launches_what_one_in_python_does(doors: Doors, works: Callable[[], list[record.Work]]) -> None:
     for work in works():
         told(doors, work)
-        assert c_handler.takes(work, [0]) and work.calls is not None, record.explain()
+        assert c_handler.takes(work, [cuda_device(0)]) and work.calls is not None, record.explain()
         call, before = Call(work), work.calls()
         doors.lines.clear()
         work.run(GPU, STREAM, call.places)
@@ -177,7 +177,7 @@ def test_wrong_calls_are_errors_of_xlas(doors: Doors) -> None:
     call = Call(work)
     call.digest.value += 1
     assert call.run() == [] and "does not know" in call.said and "trace the function again" in call.said
-    assert c_handler.takes(work, [0])
+    assert c_handler.takes(work, [cuda_device(0)])
     few = Call(work, buffers=3)
     few.run()
     assert "got 3 for" in few.said
@@ -204,7 +204,7 @@ def test_wrong_work_is_refused(doors: Doors) -> None:
     """What a library would not load is Python's; numbers that lead nowhere are errors."""
     work = mlp(Float8CurrentScaling())[0]
     told(doors, work)
-    assert not c_handler.takes(work, [0, 1]) and work.calls is None
+    assert not c_handler.takes(work, [cuda_device(0), cuda_device(1)]) and work.calls is None
     assert "XLA calls it in Python: device 1 of 1" in record.explain()
     found = c_handler.library()
     assert found is not None

@@ -20,7 +20,7 @@ from flax import linen as nn  # noqa: E402
 from flax import serialization  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
 
-from te_core import ArgumentError, UnsupportedError  # noqa: E402
+from te_core import ArgumentError, UnsupportedError, hints  # noqa: E402
 from te_core.errors import MissingPackageError  # noqa: E402
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe  # noqa: E402
 from tests.jax.test_te_jax import NAMES, ON_GPU, drawn, equal, nearly  # noqa: E402
@@ -557,4 +557,12 @@ def test_without_flax() -> None:
     code += "; sys.modules['flax'] = None; import te_jax.flax"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and issubclass(MissingPackageError, ImportError)
-    assert "te_jax.flax: got no package flax" in done.stderr and "te-runtime[flax]" in done.stderr
+    assert "te_jax.flax: got no package flax" in done.stderr and hints.install("flax") in done.stderr
+
+
+def test_without_jax() -> None:
+    """te_jax says what to install, in a way that works here."""
+    code = "import sys; sys.modules['jax'] = None; import te_jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "MissingPackageError: import te_jax" in done.stderr
+    assert hints.install("jax") in done.stderr

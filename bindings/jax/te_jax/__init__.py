@@ -1,5 +1,15 @@
 """te_core for JAX: low-precision layers as functions of JAX arrays, under jit, grad, scan, remat and shard_map."""
 
+try:
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as missing:
+    from te_core import hints
+    from te_core.errors import MissingPackageError
+
+    raise MissingPackageError(
+        "import te_jax", str(missing), "JAX 0.10 or later, which needs Python 3.11", hints.install("jax")
+    ) from missing
+
 from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
 from te_jax.context import MeshResource, autocast
 from te_jax.described import describe

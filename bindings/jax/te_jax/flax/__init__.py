@@ -1,13 +1,12 @@
 """Modules of flax Linen over te_jax's functions, with the names and the parameters of transformer_engine.jax.flax."""
 
-from te_core.errors import MissingPackageError
-
 try:
     import flax as _flax  # noqa: F401
 except ImportError as error:
-    raise MissingPackageError(
-        "te_jax.flax", "no package flax", "flax 0.12 or later", "install the extra: pip install 'te-runtime[flax]'"
-    ) from error
+    from te_core import hints
+    from te_core.errors import MissingPackageError
+
+    raise MissingPackageError("te_jax.flax", "no package flax", "flax 0.12 or later", hints.install("flax")) from error
 
 from te_jax.flax.attention import DotProductAttention, MultiHeadAttention, RelativePositionBiases
 from te_jax.flax.base import extend_logical_axis_rules
