@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
-from importlib.util import find_spec
 
 import te_core
 from te_cli.arguments import UserError
+from te_core import hints
 from te_core.errors import ArgumentError, LibraryError, UnsupportedError
 
 #: Each command's module has a docstring, which --help prints, `add_arguments(parser)`, and `run(options)`. This returns
@@ -44,8 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor.main(given[1:], "te doctor")
     options = _parser(given[:1]).parse_args(given)
     with _mistakes_end(f"te {options.command}"):
-        if find_spec("torch") is None:
-            import_module("te_torch")  # which says what to install
         with redirect_stdout(sys.stderr) if options.json else redirect_stdout(sys.stdout):
             found, words, code = import_module(COMMANDS[options.command][0]).run(options)
         print(json.dumps(found, indent=2) if options.json else words, flush=True)
@@ -83,6 +81,10 @@ def _mistakes_end(program: str) -> Iterator[None]:
         _end(program, mistake, 2)
     except (ArgumentError, LibraryError, UnsupportedError) as error:
         _end(program, error, 1)
+    except ModuleNotFoundError as missing:
+        if missing.name != "torch":
+            raise
+        _end(program, f"{missing}. To do: {hints.install('torch')}", 1)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
