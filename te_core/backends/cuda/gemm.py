@@ -3,8 +3,8 @@
 cuBLASLt is column-major. Row-major out[M, N] = op(a) op(b) is its D[N, M] = op(b)' op(a)': its A is our b, its B
 our a, its m our N and its n our M, and no data moves. What it fuses, it does in one call. What it refuses (a bias
 of another dtype, an aux of odd width, ...) takes another route: the product in float32, then kernels/epilogue.cu
-and kernels/sums.cu. A block-scaled product has a plan of our own beside it (gemm_block.py), where that is faster
-(`gemm_tune.faster`). `plan.explain()` says which route was taken, and why the shorter ones were not.
+and kernels/sums.cu. A block-scaled product has a plan of our own beside it (gemm_block.py), where timing on this GPU
+has found that faster (`gemm_tune.faster`). `plan.explain()` says which route was taken, and why no shorter one was.
 
 The factor of an nvfp4 product lies on the device, in the operands' maxima: a kernel of one thread makes of them the
 alpha and beta that cuBLASLt then reads there, so nothing waits and a captured graph follows new maxima. The mxfp8 and

@@ -73,18 +73,6 @@ def able(rt: Runtime, spec: GemmSpec) -> bool:
     )
 
 
-def faster(spec: GemmSpec) -> bool:
-    """Whether it was faster than cuBLASLt by 3 % or more where both were timed.
-
-    On an H100, 2026-11-27, in bfloat16, both operands in pieces: at 8192 x 28672 x 4096 by 8 %; at 8192 x 4096 x 4096
-    and 16384 x 8192 x 2048 it was slower by 1 to 5 %. With tiles one of eight variants was faster, by 7 % at the first
-    of these shapes: too few timings to choose by. Float32 results were not timed.
-    """
-    assert spec.b_format is not None
-    pieces, large = not spec.b_format.tiled, spec.m * spec.n * spec.k >= 1 << 39
-    return pieces and large and spec.out is dtypes.bfloat16 and spec.k >= 4096
-
-
 def plan(rt: Runtime, spec: GemmSpec, source: str) -> BlockPlan | None:
     """Its plan; None where tensor maps are not what is known of them."""
     driver, tiled = libraries.driver(), spec.b_format is not None and spec.b_format.tiled

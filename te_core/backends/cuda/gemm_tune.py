@@ -88,7 +88,7 @@ def choose(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared) -> C
 
 
 def faster(rt: Runtime, plan: LtPlan) -> LtPlan | gemm_block.BlockPlan:
-    """A block-scaled product's plan: cuBLASLt's, or one of our own that was faster by a _GAIN, here or elsewhere."""
+    """A block-scaled product's plan: cuBLASLt's, or one of our own that was faster by a _GAIN when both were timed."""
     spec, route = plan.spec, plan.route
     assert route is not None
     key, tuning = _key(rt, spec, route), getattr(_local, "forced", False)
@@ -112,7 +112,7 @@ def faster(rt: Runtime, plan: LtPlan) -> LtPlan | gemm_block.BlockPlan:
         _remember(key, known | entry)
         wins = own_ms * _GAIN < ms
     else:
-        wins, source = gemm_block.faster(spec), "timings of such sizes"
+        return plan
     return (gemm_block.plan(rt, spec, source) if wins else None) or plan
 
 
