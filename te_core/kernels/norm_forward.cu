@@ -9,9 +9,10 @@
 // H200, 2026-11-21, RMSNorm 8192 x 4096 bf16 (benchmarks/attention_kernels.py): 93 % of the speed of a copy, with
 // dropout 86 %.
 //
-// y only with VALUES=1 (neither: the moments alone, for norm_block.cu), FP8 only with CAST=1, cast from the value rounded to OUT. padded() rounds up to 16; the tail is
-// written as zeros. AMAX says what becomes of max |y| (NaN loses): KEEP_NONE; RAISE: *amax is raised to it; PARTIALS:
-// amax[block] (current scaling, whose cast is a second pass).
+// y is written only with VALUES=1, FP8 only with CAST=1, cast from the value rounded to OUT. With neither the kernel
+// writes the moments alone, for norm_block.cu. padded() rounds up to 16; the tail is written as zeros. AMAX says what
+// becomes of max |y| (NaN loses): KEEP_NONE; RAISE: *amax is raised to it; PARTIALS: amax[block] (current scaling, whose
+// cast is a second pass).
 //
 // A team of SIZE threads takes a row, TEAMS teams make a block (common/row.cuh), the grid walks blocks of ROWS rows. A
 // thread holds its ITERS vectors of a row in registers, so x is read once. STAGES > 0: it fetches the next STAGES rows
