@@ -127,8 +127,8 @@ BENCHMARKS = {
         ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
     ),
     "overlap_defaults": Benchmark(
-        columns=("case", "recipe", "carrier", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
-                 "plain idle ms", "idle ms"),
+        columns=("case", "recipe", "method", "carrier", "plain ms", "ms", "of_plain", "plain shown ms", "shown ms",
+                 "plain idle ms", "idle ms", "eager ms", "of_eager"),
         ratio="of_plain", reference="fwd+bwd time, 1 = without overlap in the same processes", on_cpu=True,
     ),
     "debugging": Benchmark(

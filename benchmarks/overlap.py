@@ -130,10 +130,7 @@ def case(
     for name, before in plain.items():
         overlapped = work_of(size, parallel.RECIPES[name], kind, ub_tp_comm_overlap=True, **flags)
         times = in_turns((before, overlapped), kind)
-        row: harness.Row = {
-            "case": f"{size['tokens']} tokens, hidden {size['hidden']}, tp {parallel.WORLD}",
-            "recipe": name,
-            "method": method,
+        row = headed(size, name, method) | {
             "carrier": carrier(kind),
             "plain ms": statistics.median(plainly for plainly, _ in times),
             "ms": statistics.median(after for _, after in times),
@@ -146,6 +143,12 @@ def case(
         rows.append(row)
         del overlapped
     return rows
+
+
+def headed(size: dict[str, int], recipe: str, method: str) -> harness.Row:
+    """How each row begins."""
+    case = f"{size['tokens']} tokens, hidden {size['hidden']}, tp {parallel.WORLD}"
+    return {"case": case, "recipe": recipe, "method": method}
 
 
 def carrier(kind: str) -> str:
@@ -162,9 +165,14 @@ def seen(prefix: str, work: harness.Work) -> harness.Row:
 
 def work_of(size: dict[str, int], recipe: Recipe | None, kind: str, **flags: bool) -> harness.Work:
     """A step of a rank's part of the layer."""
-    group = dist.group.WORLD
-    layer = parallel.build(size, kind, set_parallel_mode=True, sequence_parallel=True, tp_group=group, **flags)
+    layer = layer_of(size, kind, **flags)
     return parallel.step(layer, recipe, size["tokens"] // dist.get_world_size(), size["hidden"], kind)
+
+
+def layer_of(size: dict[str, int], kind: str, **flags: bool) -> Any:
+    """A rank's part of the layer."""
+    group = dist.group.WORLD
+    return parallel.build(size, kind, set_parallel_mode=True, sequence_parallel=True, tp_group=group, **flags)
 
 
 def in_turns(works: Sequence[harness.Work], kind: str) -> list[list[float]]:

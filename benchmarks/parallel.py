@@ -193,8 +193,7 @@ def build(size: dict[str, int], kind: str, **parallel: Any) -> Any:
 
 def step(layer: Any, recipe: Recipe | None, tokens: int, hidden: int, kind: str) -> harness.Work:
     """Forward and backward."""
-    x = torch.randn(tokens, 1, hidden, device=kind, dtype=torch.bfloat16).requires_grad_()
-    dy = torch.randn(tokens, 1, hidden, device=kind, dtype=torch.bfloat16)
+    x, dy = operand(tokens, hidden, kind).requires_grad_(), operand(tokens, hidden, kind)
 
     def work() -> None:
         with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -205,6 +204,11 @@ def step(layer: Any, recipe: Recipe | None, tokens: int, hidden: int, kind: str)
         x.grad = None
 
     return work
+
+
+def operand(tokens: int, hidden: int, kind: str) -> torch.Tensor:
+    """A rank's tokens."""
+    return torch.randn(tokens, 1, hidden, device=kind, dtype=torch.bfloat16)
 
 
 def timed(work: harness.Work, kind: str, rounds: int = ROUNDS, steps: int = STEPS, warm: int = 3) -> float:
