@@ -1,4 +1,4 @@
-"""Products over two ranks that overlap with their communication against the same ones without, in turns in one process.
+"""Products over ranks that overlap with their communication against the same ones without, in turns in one process.
 
 The layer of `parallel` and smaller ones, tensor and sequence parallel, forward and backward, in bf16 and two FP8
 recipes. `plain ms` and `ms`: a step of the slower rank, medians of rounds in which both are measured one after the
@@ -13,12 +13,16 @@ nothing, which is idle.
 `product` rows: a product of the layer in bf16, whole and in two halves, a part's copy from the other GPU, and the
 halves with the copy beside the first.
 
+    python -m benchmarks.run overlap
+    OVERLAP_RANKS=4 python -m benchmarks.run overlap    over four GPUs, without the `product` rows
+
 On a CPU: the same over gloo at a small size, to show that it works.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +65,7 @@ SIZES: dict[str, list[dict[str, int]]] = {
     "cuda": [parallel.SIZES["cuda"], parallel.SIZES["cuda"] | {"tokens": 2048}, _OF_4096],
     "cpu": [parallel.SIZES["cpu"]],
 }
+RANKS = int(os.environ.get("OVERLAP_RANKS", parallel.WORLD))
 STEPS, ROUNDS = 3, 4  # of each in a round; at least so many rounds,
 LONG = 1000  # and as many as take these milliseconds
 ALL = "rings"  # the method that is measured at all sizes, in all recipes, with traces; others alone, at the first size
@@ -68,22 +73,22 @@ RECIPES_ALONE = ("bf16", "delayed")
 
 
 def measure() -> list[harness.Row]:
-    """All sizes, methods and recipes; none on a machine with one GPU."""
-    return of_two(cases)
+    """All sizes, methods and recipes; none on a machine with fewer GPUs than ranks."""
+    return of_ranks(cases)
 
 
-def of_two(found: Callable[[str], list[harness.Row]]) -> list[harness.Row]:
-    """The rows that two ranks find."""
+def of_ranks(found: Callable[[str], list[harness.Row]]) -> list[harness.Row]:
+    """The rows that the ranks find."""
     kind = harness.device().type
-    if kind == "cuda" and harness.gpus() < parallel.WORLD:
-        print(f"overlap: skipped, it needs {parallel.WORLD} GPUs and there is one")
+    if kind == "cuda" and harness.gpus() < RANKS:
+        print(f"overlap: skipped, it needs {RANKS} GPUs, and here are {harness.gpus()}")
         return []
-    return list(parallel.spawned(kind, found))
+    return list(parallel.spawned(kind, found, RANKS))
 
 
 def cases(kind: str) -> list[harness.Row]:
     """The rows, equal on all ranks but for traces. Memory is mapped once for all methods of one configuration."""
-    rows = products(SIZES[kind][0]) if kind == "cuda" else []
+    rows = products(SIZES[kind][0]) if kind == "cuda" and RANKS == parallel.WORLD else []
     for size in SIZES[kind]:
         methods = METHODS if size is SIZES[kind][0] else {ALL: METHODS[ALL]}
         plain = {name: work_of(size, recipe, kind) for name, recipe in parallel.RECIPES.items()}
@@ -147,7 +152,7 @@ def case(
 
 def headed(size: dict[str, int], recipe: str, method: str) -> harness.Row:
     """How each row begins."""
-    case = f"{size['tokens']} tokens, hidden {size['hidden']}, tp {parallel.WORLD}"
+    case = f"{size['tokens']} tokens, hidden {size['hidden']}, tp {RANKS}"
     return {"case": case, "recipe": recipe, "method": method}
 
 

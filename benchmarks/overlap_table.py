@@ -1,7 +1,8 @@
 """Fill the table of which method overlaps fastest from a record: `python -m benchmarks.overlap_table FILE ...`.
 
 Of each size, recipe and carrier of a record of `overlap`: the ratio of each method to plain, from the fastest row that
-contains it, so that the methods of the fastest row are chosen together. Entries of the same carrier are replaced.
+contains it, so that the methods of the fastest row are chosen together. Entries of the same carrier and number of ranks
+are replaced.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     table = json.loads(TABLE.read_text())
     for file in arguments:
         new = entries(json.loads(Path(file).read_text()))
-        carriers = {entry["carrier"] for entry in new}
-        table["measured"] = [old for old in table["measured"] if old["carrier"] not in carriers] + new
+        measured = {(entry["carrier"], entry["ranks"]) for entry in new}
+        table["measured"] = [old for old in table["measured"] if (old["carrier"], old["ranks"]) not in measured] + new
     lines = ",\n    ".join(json.dumps(entry) for entry in table["measured"])
     TABLE.write_text(f'{{\n  "comment": {json.dumps(table["comment"])},\n  "measured": [\n    {lines}\n  ]\n}}\n')
     print(f"{len(table['measured'])} entries in {TABLE.name}")

@@ -2,7 +2,7 @@
 
 The encoder reads the digits, the decoder writes them, one after the other. A decoder's layer has a second attention,
 which reads what the encoder made of them. Sequences differ in length: masks hide the padding. Some 15 seconds on a CPU
-core; on a GPU the model is larger (not run on a GPU).
+core; on a GPU the model is larger.
 
     python examples/encoder_decoder.py --recipe delayed
 """

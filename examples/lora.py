@@ -2,7 +2,7 @@
 
 The base stands for a trained network. What is to be learned is that network with a small change of low rank in each
 layer. Reports of precision and memory follow on the standard output; progress goes to the error output. 2 seconds on a
-CPU core; on a GPU the layers are wider (not run on a GPU).
+CPU core; on a GPU the layers are wider.
 
     python examples/lora.py --recipe mxfp8 --steps 100
 """

@@ -2,7 +2,7 @@
 
 A router sends each token to two of eight experts. `te.moe_permute` brings the tokens of each expert together,
 `te.GroupedLinear` multiplies them in FP8, one product for each expert, and `te.moe_unpermute` adds up what the experts
-made of a token. Some 20 seconds on a CPU core; on a GPU the model is larger (not run on a GPU).
+made of a token. Some 20 seconds on a CPU core; on a GPU the model is larger.
 
     python examples/moe.py --recipe mxfp8 --steps 200
 """

@@ -1,9 +1,8 @@
 """The loop of a generation server: requests come at any time, and their texts are written together.
 
 A request waits until the KV cache has room. Its prompt is then read in the same step in which other texts go on, and
-its client gets each byte as it is written. Here clients ask the small GPT of `te train` at random times: 10
-seconds on a CPU core, with more of them on a GPU (not run on a GPU), where the first run plans attention for each size
-that it meets.
+its client gets each byte as it is written. Here clients ask the small GPT of `te train` at random times: 10 seconds on
+a CPU core, with more of them on a GPU, where the first run plans attention for each size that it meets.
 
     python examples/serve.py --clients 20
 """

@@ -1,7 +1,7 @@
 """A Vision Transformer: it learns to tell circles, squares, triangles and crosses apart, which it draws by itself.
 
 A picture is cut into patches; each is one token of a Transformer without a mask. Some 10 seconds on a CPU core; on a
-GPU pictures and model are larger (not run on a GPU).
+GPU pictures and model are larger.
 
     python examples/vit.py --recipe mxfp8
 """

@@ -333,6 +333,7 @@ class _PushedSummands:
         self._rt, self._carrier, self._comm, self._out, self._splits = rt, carrier, carrier.comm, out, splits
         self._room = carrier.use(rt, OUTPUT).room
         self._pushed: list[Handle] = []
+        self._beside = False  # whether the other lane has pushed
         self._come: list[Handle] = []
 
     def _slots(self, number: int) -> Tensor:
@@ -350,6 +351,7 @@ class _PushedSummands:
 
     def _push(self, rt: Runtime, to: int, number: int, made: Tensor) -> None:
         at = (number * self._comm.size + self._comm.rank) * made.nbytes
+        self._beside |= rt is not self._rt
         self._pushed.append(self._room.push(rt, to, at, made))
 
     def send(self, rt: Runtime, to: int, made: Tensor) -> None:
@@ -375,7 +377,8 @@ class _PushedSummands:
         pushed, self._pushed = self._pushed, []
         for handle in pushed:
             handle.wait()
-        join(self._carrier, rt)
+        if self._beside:  # a capture refuses a wait for a stream that has done nothing in it
+            join(self._carrier, rt)
         for handle in self._come:
             handle.wait()
         for number in range(self._splits):

@@ -99,7 +99,7 @@ def test_a_record_fills_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     new = tmp_path / "new.json"
     new.write_text(json.dumps({**record, "rows": rows}))
     monkeypatch.setattr(overlap_table, "TABLE", tmp_path / "table.json")
-    (tmp_path / "table.json").write_text(json.dumps({"comment": "a", "measured": [entry(1, 1)]}))
+    (tmp_path / "table.json").write_text(json.dumps({"comment": "a", "measured": [entry(1, 1, ranks=4)]}))
     assert overlap_table.main([str(RECORD), str(new)]) == 0
     *others, added = json.loads((tmp_path / "table.json").read_text())["measured"]
     assert {e["carrier"] for e in others} == {"nccl"}

@@ -24,7 +24,13 @@ from tests.recordings import tapes
 SIZE = launches.SIZE
 COMPUTING = ("launch", "gemm", "fill")
 TRANSFERS = ("push", "pull", "announce", "await", "leave")
-RING = Overlap("fc", Way("ring_exchange"), Way("ring_exchange"), None, 1 << 20)
+RING, BULK = Way("ring_exchange"), Way("bulk")
+RINGS = Overlap("fc", RING, RING, None, 1 << 20)
+#: By how x and w are cut: what has no ring.
+WAYS = {
+    "column": {"bulk": Overlap("fc", None, BULK, BULK, 1 << 20)},
+    "row": {"pipeline": Overlap("fc", Way("pipeline", 2), None, None, 1 << 20)},
+}
 
 
 class Transfer:
@@ -80,24 +86,31 @@ class Peers:
         return Room(self, self.rooms[kind])
 
 
-class Recorded:
-    """A linear whose calls are recorded and replayed."""
+class Layer:
+    """A linear, whose calls are interpreted, or recorded and replayed; each is an event of its own."""
 
-    @staticmethod
-    def forward(rt: Runtime, *given: Any, spec: Any, **options: Any) -> Any:
-        return Taped("forward", linear.forward, spec)(rt, *given, **options)
+    def __init__(self, machine: Machine, recorded: bool) -> None:
+        self.machine, self.recorded = machine, recorded
 
-    @staticmethod
-    def backward(rt: Runtime, *given: Any, spec: Any, **options: Any) -> Any:
-        return Taped("backward", linear.backward, spec)(rt, *given, **options)
+    def forward(self, rt: Runtime, *given: Any, **options: Any) -> Any:
+        return self._call("forward", rt, *given, **options)
+
+    def backward(self, rt: Runtime, *given: Any, **options: Any) -> Any:
+        return self._call("backward", rt, *given, **options)
+
+    def _call(self, name: str, rt: Runtime, *given: Any, spec: Any, **options: Any) -> Any:
+        self.machine.note("call", name, {}, rt.stream)
+        if self.recorded:
+            return Taped(name, getattr(linear, name), spec)(rt, *given, **options)
+        return getattr(linear, name)(rt, *given, spec=spec, **options)
 
 
 def ringing(
-    make: Make, patch: pytest.MonkeyPatch, mode: str, recipe: str | None, recorded: bool
+    make: Make, patch: pytest.MonkeyPatch, mode: str, recipe: str | None, recorded: bool, ways: Overlap = RINGS
 ) -> tuple[Machine, Counter[str]]:
     """A step of a rank, and the kernels, products and transfers of it."""
-    patch.setattr(launches, "linear", Recorded if recorded else linear)
     machine = make()
+    patch.setattr(launches, "linear", Layer(machine, recorded))
     order = Order(machine, patch)
     seen: list[tuple[str, int, dict[int, int]]] = []
     note = machine.note
@@ -107,7 +120,7 @@ def ringing(
     machine.seen = seen  # type: ignore[attr-defined]
     with tapes("first"):
         before = taped.COUNTS.replayed
-        found = launches.launched(machine, mode, Split(mode, SIZE, True, overlap=RING), recipe)
+        found = launches.launched(machine, mode, Split(mode, SIZE, True, overlap=ways), recipe)
         assert taped.COUNTS.replayed - before == 2 * recorded
     return machine, found
 
@@ -143,3 +156,24 @@ def test_a_replay_does_the_same(make: Make, monkeypatch: pytest.MonkeyPatch, mod
         done.append([(kind, names.get(stream, "side")) for kind, stream, _ in seen if kind in (*COMPUTING, *TRANSFERS)])
     interpreted, replayed = done
     assert interpreted == replayed
+
+
+@pytest.mark.parametrize(("mode", "how"), [(mode, how) for mode in WAYS for how in ("rings", *WAYS[mode])])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_capture_takes_what_streams_wait_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch, mode: str, how: str, recorded: bool
+) -> None:
+    """A stream is waited for only if it has waited for one of the call before, in a forward and in a backward."""
+    machine, found = ringing(make, monkeypatch, mode, None, recorded, WAYS[mode].get(how, RINGS))
+    assert found["push"] and found["leave"]
+    of_call, recorded_by, waits = {OWN}, OWN, 0
+    for kind, stream, _ in machine.seen:  # type: ignore[attr-defined]
+        if kind == "call":
+            of_call = {OWN}
+        elif kind == "record":
+            recorded_by = stream
+        elif kind == "wait":
+            assert recorded_by in of_call
+            of_call.add(stream)
+            waits += 1
+    assert waits

@@ -166,7 +166,7 @@ def in_groups_of_two(rank: Rank) -> tuple[float, dict[str, str]]:
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group = groups[rank.number % 2]
     plain = steps(make("mlp", rank, group), rank, "current", (32, 64), group)
-    with initialised(2, ub_cfgs=RINGS):
+    with initialised(2, ub_cfgs=each_said(SETS["rings"], RINGS)):
         module = make("mlp", rank, group, **SETS["rings"])
         found = steps(module, rank, "current", (32, 64), group)
         return worst(found, plain), reasons(module)

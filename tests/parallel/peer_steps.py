@@ -51,6 +51,8 @@ from tests.parallel.test_graphed_spread import graphed, step
 
 _WAIT = 1
 CFGS = each_said(SETS["rings"], RINGS)
+#: Of graphs: which flags are set, and the methods.
+GRAPHED = {"rings": ("rings", RINGS), "pipeline": ("rings", None), "bulk": ("bulk", RINGS)}
 
 
 class HostDriver:
@@ -283,11 +285,11 @@ def in_two_groups(rank: Rank) -> tuple[float, dict[str, str]]:
         return in_groups_of_two(rank)
 
 
-def with_graphs(rank: Rank, kind: str, recipe: str | None) -> tuple[list[str], dict[str, str]]:
+def with_graphs(rank: Rank, kind: str, recipe: str | None, how: str = "rings") -> tuple[list[str], dict[str, str]]:
     """What a captured layer, replayed between eager steps, gives that an eager one does not; how its GEMMs ran."""
-    group, found = dist.group.WORLD, []
-    with offered(rank), initialised(rank.world, ub_cfgs=CFGS):
-        module = make(kind, rank, group, **SETS["rings"])
+    group, found, (flags, cfg) = dist.group.WORLD, [], GRAPHED[how]
+    with offered(rank), initialised(rank.world, ub_cfgs=each_said(SETS[flags], cfg)):
+        module = make(kind, rank, group, **SETS[flags])
         eager, x = copy.deepcopy(module), torch.randn(TOKENS, 1, H).bfloat16().to(rank.device)
         call = graphed(module, rank, (x.clone().requires_grad_(),), recipe)
         for number in range(3):

@@ -101,7 +101,7 @@ def test_different_modules_of_one_size(how: str, ranks: Ranks) -> None:
         first, untouched, again, still_untouched, back = found
         assert untouched and still_untouched
         if gpu:  # rank 0 has run that backward before: it would say so in its next reduction
-            assert bool(back) == (number == 1)
+            assert bool(back) == (number > 0)
         for message in (first, again) if gpu else (first, again, back):
             assert message.startswith("ArgumentError: amax reduction: got ranks of a group that ran different modules")
             assert f"rank {number} alone ran {mine}" in message and f"alone ran {other}" in message

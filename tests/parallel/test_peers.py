@@ -78,15 +78,17 @@ def test_two_groups_of_two(four: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe"),
+    ("kind", "recipe", "how"),
     [
-        ("mlp", None),
-        pytest.param("attention", "current", marks=pytest.mark.more),
-        pytest.param("layer", "delayed", marks=pytest.mark.more),
+        ("mlp", None, "rings"),
+        ("mlp", None, "pipeline"),
+        ("mlp", "delayed", "bulk"),
+        pytest.param("attention", "current", "rings", marks=pytest.mark.more),
+        pytest.param("layer", "delayed", "rings", marks=pytest.mark.more),
     ],
 )
-def test_graphs_give_the_bits_of_eager_steps(two: Ranks, kind: str, recipe: str | None) -> None:
-    for found, said in two.run(with_graphs, kind, recipe):
+def test_graphs_give_the_bits_of_eager_steps(two: Ranks, kind: str, recipe: str | None, how: str) -> None:
+    for found, said in two.run(with_graphs, kind, recipe, how):
         assert not found and all(how.endswith("through peer memory") for how in said.values()) and said
 
 
