@@ -22,7 +22,8 @@ class Benchmark:
 #: By the module's name. A measuring function takes no argument and returns rows: dicts with a "case".
 BENCHMARKS = {
     "gemm": Benchmark(
-        columns=("case", "mode", "shape", "us", "TFLOP/s", "torch_us", "of_torch", "target", "ok"),
+        columns=("case", "mode", "shape", "us", "TFLOP/s", "torch_us", "of_torch", "of_cublaslt", "of_tensor",
+                 "target", "ok"),
         ratio="of_torch", reference="speed, 1 = torch's call of the same library", on_cpu=True,
     ),
     "norms": Benchmark(

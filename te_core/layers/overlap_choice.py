@@ -2,8 +2,9 @@
 
 `te_core/overlap_speed.json` has steps of a layer whose GEMMs overlap, as ratios to plain ones, by what carries the
 transfers, the number of ranks, the recipe and the sizes of a whole tensor; `python -m benchmarks.overlap_table` fills
-it. A call goes by the entry that is nearest to it. A call much smaller than all of them runs plain: a product in parts
-takes longer than a whole one where neither fills a GPU.
+it. A call goes by the entry that is nearest to it. Where that entry has no figure of a method, and all other methods
+lose there, this one is taken to lose, too. A call much smaller than all entries runs plain: a product in parts takes
+longer than a whole one where neither fills a GPU.
 """
 
 from __future__ import annotations
@@ -49,13 +50,8 @@ def measured() -> list[dict[str, Any]]:
 def fastest(collective: str, methods: tuple[str, ...], call: Call) -> tuple[str, str]:
     """(the method, why it is none). `collective`: "gather" of an operand, "sum" of forward, "dgrad": what overlaps
     there in a column-parallel weight. Of `methods` the first is taken where nothing was measured."""
-
-    def ratios(entry: dict[str, Any]) -> dict[str, float]:
-        found: dict[str, float] = entry["of_plain"].get(collective, {})
-        return {method: ratio for method, ratio in found.items() if method in methods}
-
     asked = call.carrier, call.recipe
-    entries = [e for e in measured() if (e["carrier"], e["recipe"]) == asked and ratios(e)]
+    entries = [entry for entry in measured() if (entry["carrier"], entry["recipe"]) == asked]
     if not entries:
         return methods[0], ""
     size = call.tokens * call.width
@@ -66,9 +62,12 @@ def fastest(collective: str, methods: tuple[str, ...], call: Call) -> tuple[str,
         names = ("ranks", "tokens", "width")
         return sum((log2(entry[name]) - log2(getattr(call, name))) ** 2 for name in names)
 
-    entry = min(entries, key=apart)
-    method, ratio = min(ratios(entry).items(), key=lambda item: item[1])
-    if ratio < 1:
-        return method, ""
-    at = f"{entry['tokens']} x {entry['width']} elements in {entry['recipe']} over {entry['ranks']} ranks"
-    return "", f"plain was measured faster, of {at}, by {call.carrier}"
+    for entry in sorted(entries, key=apart):
+        of_plain: dict[str, dict[str, float]] = entry["of_plain"]
+        found = {ratio: name for name, ratio in of_plain.get(collective, {}).items() if name in methods}
+        if found and min(found) < 1:
+            return found[min(found)], ""
+        if found or min(ratio for ratios in of_plain.values() for ratio in ratios.values()) >= 1:
+            at = f"{entry['tokens']} x {entry['width']} elements in {entry['recipe']} over {entry['ranks']} ranks"
+            return "", f"plain was measured faster, of {at}, by {call.carrier}"
+    return methods[0], ""

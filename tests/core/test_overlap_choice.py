@@ -21,6 +21,7 @@ __all__ = ["in_tiles", "poisoned"]
 RESULTS = Path(overlap_table.TABLE).parents[1] / "benchmarks/results"
 RECORD = RESULTS / "2026-11-27-h200-x2-overlap.json"
 BY_PEER_MEMORY = RESULTS / "2026-11-27-h100-80gb-hbm3-x2-overlap.json"
+OVER_FOUR = RESULTS / "2026-11-28-h100-80gb-hbm3-x4-overlap.json"
 BIG = Call("peer memory", 2, "bf16", 8192, 8192)
 
 
@@ -66,6 +67,31 @@ def test_the_nearest_entry_decides(table: list[Any]) -> None:
     method, reason = fastest("gather", ("ring_exchange",), BIG._replace(tokens=64))
     assert method == "" and "64 x 8192 elements are too few" in reason
     assert fastest("sum", both, BIG._replace(carrier="nccl")) == ("pipeline", "")
+
+
+def test_a_method_without_a_figure(table: list[Any]) -> None:
+    """It is plain where all others lose, and else goes by the next entry that has it."""
+    table += [
+        entry(8192, 8192, gather={"ring_exchange": 0.94}, dgrad={"bulk": 0.96}),
+        entry(4096, 8192, gather={"ring_exchange": 0.99}),
+        entry(2048, 8192, gather={"ring_exchange": 1.2}),
+    ]
+    bulk = "dgrad", ("bulk",)
+    assert fastest(*bulk, BIG) == fastest(*bulk, BIG._replace(tokens=4096)) == ("bulk", "")
+    method, reason = fastest(*bulk, BIG._replace(tokens=2048))
+    assert not method and "plain was measured faster, of 2048 x 8192" in reason
+    assert fastest("sum", ("pipeline",), BIG) == ("", reason)  # by the nearest in which anything loses
+    del table[2]
+    assert fastest("sum", ("pipeline",), BIG) == ("pipeline", "")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize(("tokens", "width", "ranks"), [(2048, 8192, 2), (4096, 4096, 2), (8192, 8192, 4)])
+def test_what_ships_runs_plain_where_rings_lost(tokens: int, width: int, ranks: int, recipe: str) -> None:
+    """All of a step, so that it is the plain one."""
+    call = Call("peer memory", ranks, recipe, tokens, width)
+    for asked in (("gather", ("ring_exchange",)), ("sum", ("pipeline", "ring_exchange")), ("dgrad", ("bulk",))):
+        assert fastest(*asked, call)[0] == ""
 
 
 def test_a_call_goes_by_it(table: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,5 +143,5 @@ def test_a_record_fills_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_table_that_ships_is_that_of_the_record() -> None:
     shipped = json.loads(overlap_table.TABLE.read_text())["measured"]
     assert shipped == [
-        e for file in (RECORD, BY_PEER_MEMORY) for e in overlap_table.entries(json.loads(file.read_text()))
+        e for file in (RECORD, BY_PEER_MEMORY, OVER_FOUR) for e in overlap_table.entries(json.loads(file.read_text()))
     ]

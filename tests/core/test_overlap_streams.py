@@ -106,7 +106,7 @@ class Layer:
 
 
 def ringing(
-    make: Make, patch: pytest.MonkeyPatch, mode: str, recipe: str | None, recorded: bool, ways: Overlap = RINGS
+    make: Make, patch: pytest.MonkeyPatch, mode: str, recipe: str | None, recorded: bool, ways: Overlap | None = RINGS
 ) -> tuple[Machine, Counter[str]]:
     """A step of a rank, and the kernels, products and transfers of it."""
     machine = make()
@@ -156,6 +156,22 @@ def test_a_replay_does_the_same(make: Make, monkeypatch: pytest.MonkeyPatch, mod
         done.append([(kind, names.get(stream, "side")) for kind, stream, _ in seen if kind in (*COMPUTING, *TRANSFERS)])
     interpreted, replayed = done
     assert interpreted == replayed
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_what_runs_plain_by_default_is_the_plain_call(make: Make, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The table that ships is for larger layers: there is nothing of overlap in this one."""
+    ring, bulk = (Way(way.method, chosen=False) for way in (RING, BULK))
+    asked = {
+        "column": Overlap("fc", ring, bulk, bulk, 1 << 20),
+        "row": Overlap("fc", ring, ring, Way("external", chosen=False), 1 << 20),
+    }
+    done = []
+    for ways in (asked[mode], None):
+        machine, found = ringing(make, monkeypatch, mode, "delayed", True, ways)
+        seen = machine.seen  # type: ignore[attr-defined]
+        done.append(([(kind, stream) for kind, stream, _ in seen], found))
+    assert done[0] == done[1] and not done[0][1]["push"]
 
 
 @pytest.mark.parametrize(("mode", "how"), [(mode, how) for mode in WAYS for how in ("rings", *WAYS[mode])])
