@@ -34,22 +34,27 @@ def cases(kind: str) -> list[harness.Row]:
     rows: list[harness.Row] = []
     for size in overlap.SIZES[kind]:
         with overlap.initialised(size, {}):
-            for name, recipe in parallel.RECIPES.items():
-                eager = step(layer(size), size, recipe)
-                for method in METHODS:
-                    with captured(method, size, recipe) as work:
-                        times = overlap.in_turns((eager, work), kind)
-                    row = overlap.headed(size, name, method) | {
-                        "eager ms": statistics.median(before for before, _ in times),
-                        "ms": statistics.median(after for _, after in times),
-                        "of_eager": statistics.median(after / before for before, after in times),
-                    }
-                    if dist.get_rank() == 0:
-                        print(json.dumps(row), flush=True)
-                    rows.append(row)
-                del eager, work
-                harness.free()
+            for name in parallel.RECIPES:
+                rows += [row(size, name, method, kind) for method in METHODS]
     return rows
+
+
+def row(size: dict[str, int], name: str, method: str, kind: str) -> harness.Row:
+    """One size, recipe and way to capture."""
+    recipe = parallel.RECIPES[name]
+    eager = step(layer(size), size, recipe)
+    with captured(method, size, recipe) as work:
+        times = overlap.in_turns((eager, work), kind)
+    del eager, work
+    harness.free()
+    found = overlap.headed(size, name, method) | {
+        "eager ms": statistics.median(before for before, _ in times),
+        "ms": statistics.median(after for _, after in times),
+        "of_eager": statistics.median(after / before for before, after in times),
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    return found
 
 
 def layer(size: dict[str, int]) -> Any:
