@@ -94,7 +94,8 @@ def test_equal_bits(device: str, library: str, recipe: Any) -> None:
             found |= scaling.arrays()
         assert {type(array).__name__ for array in found.values()} == {kind}
         found = {name: host(array) for name, array in found.items()}
-        assert all(np.array_equal(array, wanted[name]) for name, array in found.items() if wanted)
+        for name in wanted:
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
         wanted = found
 
 
