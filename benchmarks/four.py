@@ -77,7 +77,7 @@ def measure(ranks: Sequence[int] = RANKS, seconds: float = SECONDS) -> list[harn
             rows += found
             if len(found) < len(left):
                 rows.append(asdict(left[len(found)]) | {"failed": why.splitlines()[-1][:100], "trace": why})
-                print(f"{harness.label(rows[-1])}, {number} ranks: FAILED\n{why}", flush=True)
+                print(f"{harness.label(rows[-1])}: FAILED\n{why}", flush=True)
             left = left[len(found) + 1 :]
     order = {case: at for at, case in enumerate(MODES)}
     rows.sort(key=lambda row: (order.get(row["case"], len(order)), row.get("recipe", ""), row.get("ranks", 0)))
@@ -98,8 +98,7 @@ def rows_of(cases: Sequence[Case], begin: float, seconds: float, kind: str) -> I
             del work
         harness.free()
         if dist.get_rank() == 0:
-            said = f"{case.ranks} ranks, {harness.label(row)}: {row['ms']:.2f} ms"
-            print(f"{time.time() - begin:6.1f} s  {said}", flush=True)
+            print(f"{time.time() - begin:6.1f} s  {harness.label(row)}: {row['ms']:.2f} ms", flush=True)
         yield row
 
 

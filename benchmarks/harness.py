@@ -307,4 +307,5 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
 def label(row: Row) -> str:
     """What a row is about, in one line."""
     parts = [cell(row.get(key)) for key in ("case", "shape", "recipe", "mode", "dtype")]
+    parts.append(f"x {row['ranks']}" if "ranks" in row else "")
     return " ".join(part for part in parts if part)
