@@ -113,8 +113,8 @@ def whole_step(case: Case, rule: Recipe | None) -> harness.Work:
     return step
 
 
-def captured(step: harness.Work) -> harness.Work:
-    """The step as one graph, by torch's recipe."""
+def captured(step: harness.Work, mode: str = "global") -> harness.Work:
+    """The step as one graph, by torch's recipe. `mode`: which calls of other threads break the capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -123,7 +123,7 @@ def captured(step: harness.Work) -> harness.Work:
     torch.cuda.current_stream().wait_stream(side)
     gc.collect()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=mode):
         step()
     return graph.replay
 

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import te_torch as te
-from benchmarks import harness, overlap, parallel
+from benchmarks import graphs, harness, overlap, parallel
 from te_core.recipe import Recipe
 
 CALLABLES, GRAPH = METHODS = ("make_graphed_callables", "torch.cuda.graph")
@@ -77,17 +76,7 @@ def captured(method: str, size: dict[str, int], recipe: Recipe | None) -> Iterat
         yield step(module, size, recipe)
         module.reset()
         return
-    work, side, graph = step(module, size, recipe), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    harness.free()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
-        work()
-    yield graph.replay
-    graph.reset()
+    yield graphs.captured(step(module, size, recipe), "thread_local")  # NCCL's watchdog asks for events meanwhile
 
 
 if __name__ == "__main__":

@@ -377,7 +377,7 @@ class _PushedSummands:
         pushed, self._pushed = self._pushed, []
         for handle in pushed:
             handle.wait()
-        if self._beside:  # a capture refuses a wait for a stream that has done nothing in it
+        if self._beside:  # a capture refuses a wait for a stream outside of the capture
             join(self._carrier, rt)
         for handle in self._come:
             handle.wait()

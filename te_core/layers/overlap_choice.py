@@ -3,8 +3,8 @@
 `te_core/overlap_speed.json` has steps of a layer whose GEMMs overlap, as ratios to plain ones, by what carries the
 transfers, the number of ranks, the recipe and the sizes of a whole tensor; `python -m benchmarks.overlap_table` fills
 it. A call goes by the entry that is nearest to it. Where that entry has no figure of a method, and all other methods
-lose there, this one is taken to lose, too. A call much smaller than all entries runs plain: a product in parts takes
-longer than a whole one where neither fills a GPU.
+are slower than plain there, the method counts as slower, too. A call much smaller than all entries runs plain: a
+product in parts takes longer than a whole one where neither fills a GPU.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ def fastest(collective: str, methods: tuple[str, ...], call: Call) -> tuple[str,
 
     for entry in sorted(entries, key=apart):
         of_plain: dict[str, dict[str, float]] = entry["of_plain"]
-        found = {ratio: name for name, ratio in of_plain.get(collective, {}).items() if name in methods}
-        if found and min(found) < 1:
-            return found[min(found)], ""
-        if found or min(ratio for ratios in of_plain.values() for ratio in ratios.values()) >= 1:
+        found = [(ratio, name) for name, ratio in of_plain.get(collective, {}).items() if name in methods]
+        ratio, method = min(found, default=(0.0, ""))
+        if method and ratio < 1:
+            return method, ""
+        if method or all(other >= 1 for ratios in of_plain.values() for other in ratios.values()):
             at = f"{entry['tokens']} x {entry['width']} elements in {entry['recipe']} over {entry['ranks']} ranks"
             return "", f"plain was measured faster, of {at}, by {call.carrier}"
     return methods[0], ""
