@@ -61,8 +61,9 @@ class MarkedModule(Shardable):
                 _attach(value, marks)  # type: ignore[arg-type]
             if before is not None and value.__class__ is Parameter and hasattr(before, "_local_tensor"):
                 self.__dict__.setdefault("_gathered", {})[name] = value, before
-            if before is not None and by_fsdp2 and not _registration_hooks:
-                self._parameters[name] = value  # type: ignore[assignment]  # in every step: Module takes 3 us
+            plain = value.__class__ is Parameter or by_fsdp2  # a quantized one that a program assigns has to be linked
+            if before is not None and plain and not _registration_hooks:
+                self._parameters[name] = value  # type: ignore[assignment]  # in every step of FSDP2's: Module takes 3 us
                 return
         super().__setattr__(name, value)
 

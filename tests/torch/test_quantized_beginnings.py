@@ -241,6 +241,7 @@ def test_a_module_that_was_moved_has_not_run(move: str, device: str) -> None:
     begins, to = ("cpu", there) if move == "device" else (device, torch.float32)
     module, values = written("copy_", "delayed", begins, lambda m: m.to(to))
     assert module.weight.device.type == there.type
+    assert torch.allclose(module.weight._scale_inv, values.abs().max().float() / 448, rtol=1e-6)
     assert snr_db(module.weight.dequantize().float(), values.float()) > 25
     with region("delayed"):
         y = module(inputs(device).to(module.weight.dtype))
