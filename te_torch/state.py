@@ -74,7 +74,9 @@ class ScalingState(torch.nn.Module):
     #: False: it was made beside that of another module, whose compiled code this one may run too, and nothing ran yet.
     in_use = True
 
-    updated = False  # its maxima have made scales
+    #: Until the module runs or maxima make scales: the margin with which the scale of a weight held quantized starts
+    #: anew, whatever is written to it. A copy of a module that has not run has not run either.
+    begins: int | None = None
     receives = False  # updates of other states write its histories
 
     def __init__(self, gemms: int, history_length: int, device: torch.device) -> None:

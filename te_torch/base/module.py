@@ -431,6 +431,18 @@ class BaseModule(TensorParallel, CallingModule):
             begin(self)
         self._linked = state.layout if runs else 0
 
+    def _link_anew(self) -> None:
+        """The same of weights that have taken the place of others: of a copy's, too."""
+        self._linked = 0
+        if self._primary and (state := self._scaling()) is not None:
+            self._link_weights(state, runs=False)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As every module's."""
+        super().register_parameter(name, param)
+        if self.__dict__.get("_primary"):
+            self._link_anew()
+
     def _quantize_parameters(self) -> None:
         """Inside `quantized_model_init`: hold the GEMM weights as quantized tensors from now on."""
         if initialising():
@@ -450,9 +462,7 @@ class BaseModule(TensorParallel, CallingModule):
         super()._apply(fn, recurse)  # exchanges the contents of such parameters, attributes included
         for name, attributes in before.items():
             carry_over(attributes, self._parameters[name])  # type: ignore[arg-type]
-        self._linked = 0
-        if (state := self._scaling()) is not None:
-            self._link_weights(state, runs=False)
+        self._link_anew()
         return self
 
     @property
@@ -504,6 +514,7 @@ class BaseModule(TensorParallel, CallingModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._link_anew()
         if watching.new is not None:
             watching.new(self)
 

@@ -308,7 +308,9 @@ def _quantize(module: nn.Module, held: dict[int, nn.Parameter | None]) -> None:
             module._primary = True
             module._held = (*module._held, f"{gemm} {type(made).__name__} of another module")
         elif quantize_parameter(module, name, gemm, initialisation()):
-            held[id(weight)] = module._parameters[name]
+            made = held[id(weight)] = module._parameters[name]
+            with torch.no_grad():
+                made.copy_(weight)  # type: ignore[union-attr]  # trained values bring their scale, as written ones do
             module._primary = True
 
 

@@ -452,6 +452,16 @@ class Tied(nn.Module):
         return self.head(self.block(x))
 
 
+def test_trained_values_bring_their_scale() -> None:
+    """Of small values little is left at scale 1, with which a new module's weights are cast by delayed scaling."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    nn.init.normal_(model[0].weight, std=1e-3)
+    old = model[0].weight.detach().clone()
+    with quantized_model_init(recipe=DelayedScaling()):
+        convert(model)
+    assert snr_db(model[0].weight.dequantize(), old) > DB["fp8 gemm"]
+
+
 @on_devices
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()], ids=type)
 def test_inside_quantized_model_init(recipe: Any, device: str) -> None:
