@@ -144,21 +144,22 @@ def test_gradients_that_are_wanted_again(used: Used, name: str, recipe: str | No
     with te.quantized_model_init(enabled=recipe is not None, recipe=None if recipe is None else rule(recipe)):
         whole = {"fuse_qkv_params": True} if name == "TransformerLayer" else {}
         module = MODULES[name](device="cpu", params_dtype=torch.bfloat16, **whole)
-    weights = [p for p in module.parameters() if p.ndim == 2]
+    everything = [*module.parameters()]
+    weights = [p for p in everything if p.ndim == 2]
     wanting = []
     with region(recipe):
-        for frozen in (True, True, False, True, False):
-            for p in module.parameters():
-                p.requires_grad_(not frozen)
+        for frozen in (everything, everything, weights, [], weights):
+            for p in everything:
+                p.requires_grad_(not any(p is other for other in frozen))
                 p.grad = None
             with torch.no_grad():
                 module(drawn(ROWS, 2, HIDDEN, dtype=torch.bfloat16))
             y = module(drawn(ROWS, 2, HIDDEN, dtype=torch.bfloat16))
             wanting.append(y.requires_grad)
-            if not frozen:
+            if y.requires_grad:
                 y.sum().backward()
-                assert all(p.grad is not None for p in weights)
-    assert used.forward and wanting == [False, False, True, False, True]
+            assert [p.grad is not None for p in weights] == [p.requires_grad for p in weights]
+    assert used.forward and wanting == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize(
