@@ -48,8 +48,9 @@ class Side(Protocol):
 
 
 class Moved:
-    """What goes to the host and comes back. It holds the device's memory that a copy on its way reads or writes; no pass
-    does, so that memory goes with the graph, or with the parameter.
+    """What goes to the host and comes back. It holds the device's memory that a copy on its way reads or writes.
+
+    No pass holds that memory: it goes with the graph, or with the parameter.
     """
 
     __slots__ = ("__weakref__", "moving", "side")

@@ -208,8 +208,8 @@ class OffloadableLayerState:
         """Let the current stream wait for the copies on their way."""
         for side, ticket in self._tickets:
             side.wait(ticket)
-        for ref in self._moving:
-            moved = ref()
+        for moving in self._moving:
+            moved = moving()
             if moved is not None:
                 moved.moving = None
         self._tickets, self._moving = [], []
