@@ -11,6 +11,7 @@ A plan holds no module that holds it: a model goes as soon as nobody else has it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ from te_torch.nonfinite import Counted
 from te_torch.replays import Found
 from te_torch.runtime import amp_dtype, outside_autocast, runtime_for
 
-_grad_on, _amp_on = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+_grad_on, _inference_on = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_amp_on = torch._C._is_any_autocast_enabled
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Source of a layer's input that a plan cannot collect.
 UNKNOWN: Any = object()
@@ -71,7 +73,6 @@ class Plan:
         "_casts",
         "_drawn",
         "_elsewhere",
-        "_grad",
         "_joins",
         "_names",
         "_number",
@@ -83,6 +84,7 @@ class Plan:
         "_shapes",
         "_sources",
         "_version",
+        "_wanted",
         "_weights",
         "call",
         "last",
@@ -95,7 +97,7 @@ class Plan:
         self.last = (("_last", prepared.call), *prepared.last)
         self._version, self._options, self._weights = unit._version, options, prepared.weights
         self._number, self._recompute = now[0], now[1]
-        self._grad, self._amp_on = _grad_on(), _amp_on()
+        self._amp_on = _amp_on()
         self._amp = amp_dtype(inputs[0].device.type) if self._amp_on else None
         self._rule = self._rules(unit, prepared.state)
         self._shapes, self._sources = shapes_of(inputs) if prepared.shaped else None, prepared.sources
@@ -135,6 +137,7 @@ class Plan:
             place += len(names)
         self._order = itemgetter(*order) if len(order) > 1 else lambda pool: (pool[order[0]],)
         pool = self._pool(unit, inputs)
+        self._wanted = wanted(pool)
         casts: dict[int, torch.dtype] = {}
         for i, t in zip(order, tensors, strict=True):
             if t is None or t is pool[i]:
@@ -163,7 +166,7 @@ class Plan:
 
     def same(self, other: Plan) -> bool:
         """Whether another one stands for the same calls: this one was of an older version, say."""
-        names = ("_number", "_recompute", "_grad", "_amp_on", "_amp", "_options", "_shapes")
+        names = ("_number", "_recompute", "_wanted", "_amp_on", "_amp", "_options", "_shapes")
         return self.call is other.call and all(getattr(self, n) == getattr(other, n) for n in names)
 
     def _pool(self, unit: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -179,14 +182,15 @@ class Plan:
             or unit._version != self._version
             or unit.__dict__.get("inspector") is not None  # debugging sets it past `__setattr__`, in each iteration
             or recompute is not self._recompute
-            or _grad_on() is not self._grad
             or _amp_on() is not self._amp_on
             or options != self._options
             or (self._shapes is not None and shapes_of(inputs) != self._shapes)
         ):
             return None
         pool = self._pool(unit, inputs)
-        if pool[0].__class__ not in _PLAIN or ((self._amp_on or self._joins) and not self._made(pool)):
+        if pool[0].__class__ not in _PLAIN or wanted(pool) != self._wanted:
+            return None
+        if (self._amp_on or self._joins) and not self._made(pool):
             return None
         state = scales = extra = None
         if self._rule is not None:
@@ -197,7 +201,7 @@ class Plan:
         call, tensors, rt = self.call, self._order(pool), runtime_for(pool[0])
         of_call = call.options
         if self._weights:
-            weights = [tensors[i] for i in call.layer.weights]
+            weights = [*map(tensors.__getitem__, call.layer.weights)]
             extra = unit._extra(self._weights, weights, number, state, recompute, options[0])
             if extra is not None:
                 of_call = extra.with_options(of_call)
@@ -254,6 +258,17 @@ class Plan:
                 place = next(n for n, t in enumerate(held) if t is sample)
                 at[place], held[place] = pair.data_ptr(), pair
         return tuple(given)
+
+
+_WANTS = repeat("requires_grad"), repeat(False)  # what `getattr` takes besides each object
+
+
+def wanted(pool: Sequence[Any]) -> Any:
+    """What autograd wants of a call on these tensors, by which a plan is chosen: the modes of torch, and, in grad mode,
+    which tensors want a gradient, quantized or not. Which layer a module runs depends on it (`needs` of a spec).
+    """
+    inference = _inference_on()
+    return [inference, *map(getattr, pool, *_WANTS)] if _grad_on() else inference
 
 
 def state_of(unit: Any, rule: Any, region: Any) -> Any:

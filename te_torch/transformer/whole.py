@@ -251,6 +251,14 @@ class LayerPlan(Plan):
         size = sum(t.numel() * t.element_size() for t in prepared.tensors[1:] if t is not None)
         self._large = size > _SMALL
 
+    @classmethod
+    def of(
+        cls, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
+    ) -> Plan | None:
+        """The plan of this call; None where hooks ran in it: they may have frozen or unfrozen what a part had read."""
+        found = super().of(unit, prepared, inputs, options, now)
+        return None if isinstance(found, LayerPlan) and any(found._hooks) else found
+
     def _rules(self, unit: Any, state: Any) -> Any:
         """The rule of each part's state."""
         assert self._parts is not None

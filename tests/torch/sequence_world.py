@@ -95,7 +95,7 @@ class World:
         self.sequence, self.d, self.reference = sequence, sequence.module, reference
         self.recipes = [replace(self.d, recipe=name, recipe_options=options) for name, options in sequence.recipes]
         self.made = [d.make_recipe() for d in self.recipes]
-        self.module = self._build()
+        self.module = self.build()
         self.others: list[Any] = []  # modules that the sequence has left
         self.handles: list[Any] = []
         self.optimizers: dict[str, Any] = {}
@@ -106,7 +106,8 @@ class World:
 
     # ------------------------------------------------------------------------------------ making
 
-    def _build(self) -> Any:
+    def build(self) -> Any:
+        """A model of the sequence's sizes."""
         d = self.d
         if d.kind in COMPOSED:
             return layer_draws.build(d, self.made[0])
@@ -245,7 +246,8 @@ class World:
                 return
             self.count += 1
             if self.reference:
-                forget(self.module)
+                for module in (self.module, *self.others):
+                    forget(module)
             self._once(record, f"{i}", a)
             for name, value in self.state().items():
                 record[f"{i} {name}"] = value
@@ -320,6 +322,11 @@ class World:
 
     def _forward(self, a: dict[str, Any], leaves: dict[str, Any], args: list[Any], options: dict[str, Any]) -> Any:
         how, module = a.get("checkpoint"), self.module
+        if a.get("through") and self.others:  # another model makes the input, if it gives what this one takes
+            made = tensors_in(self.others[0](*args, **options))[0]
+            if made.shape == args[0].shape:
+                leaves |= {f"other {n}": p for n, p in self.others[0].named_parameters()}
+                args = [made, *args[1:]]
         if how == "te":
             return te.checkpoint(module, *args, **options)
         if how:

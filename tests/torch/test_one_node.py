@@ -203,6 +203,19 @@ def test_parts_run_where_something_asks_for_them(change: Callable[[Any], Callabl
     assert [nodes(module) for _ in range(3)][1:] == [1, 1]
 
 
+def test_a_hook_that_unfreezes_what_has_run() -> None:
+    """The layer's call was without that gradient; no later call is."""
+    module, x = layer(), of("cpu")
+    weight = module.layernorm_mlp.fc1_weight.requires_grad_(False)
+    hook = module.layernorm_mlp.register_forward_hook(lambda *_: setattr(weight, "requires_grad", True))
+    module(x)
+    hook.remove()
+    for _ in range(2):
+        weight.grad = None
+        module(x).sum().backward()
+        assert weight.grad is not None
+
+
 def test_hooks_on_what_is_saved_see_parts() -> None:
     """Memory goes to the host part by part, and a checkpoint runs parts again."""
     module, x = layer(), drawn(ROWS, 2, HIDDEN)
