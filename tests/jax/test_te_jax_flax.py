@@ -73,19 +73,21 @@ def _parts_of_mlp(p: Any, s: Any, x: Any) -> Any:
 
 
 ALIKE: dict[str, tuple[Any, Any]] = {
-    "DenseGeneral": (modules.DenseGeneral((3, 32), use_bias=True), _dense),
-    "LayerNormDenseGeneral": (modules.LayerNormDenseGeneral(32, return_layernorm_output=False), _norm_dense),
+    "DenseGeneral": (modules.DenseGeneral((3, 32)), _dense),
+    "LayerNormDenseGeneral": (modules.LayerNormDenseGeneral(32), _norm_dense),
     "LayerNormDenseGeneral and its norm": (
         modules.LayerNormDenseGeneral(
-            32, layernorm_type="rmsnorm", zero_centered_gamma=True, epsilon=1e-5, depth_scaling=2.0
+            32,
+            layernorm_type="rmsnorm",
+            zero_centered_gamma=True,
+            epsilon=1e-5,
+            depth_scaling=2.0,
+            return_layernorm_output=True,
         ),
         _norm_and_dense,
-    ),
-    "LayerNormMLP": (
-        modules.LayerNormMLP(64, use_bias=True, activations=("silu", "linear"), return_layernorm_output=False),
-        _mlp,
-    ),
-    "LayerNormMLP and its norm": (modules.LayerNormMLP(64), _parts_of_mlp),
+    ),  # fmt: skip
+    "LayerNormMLP": (modules.LayerNormMLP(64, use_bias=True, activations=("silu", "linear")), _mlp),
+    "LayerNormMLP and its norm": (modules.LayerNormMLP(64, return_layernorm_output=True), _parts_of_mlp),
 }
 
 
@@ -295,7 +297,7 @@ def test_how_parameters_begin() -> None:
 
 
 def trained(steps: int) -> tuple[TrainState, list[float], Any]:
-    model = modules.TransformerLayer(**SMALL, use_bias=True)
+    model = modules.TransformerLayer(**SMALL, use_bias=True, intermediate_dropout=0.1)
     target = drawn(2, 16, 64, seed=1)
 
     @jax.jit
@@ -337,7 +339,7 @@ def test_a_module_that_is_used_twice_has_one_next_state() -> None:
     class Twice(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            both = modules.DenseGeneral(64, name="both")
+            both = modules.DenseGeneral(64, use_bias=False, name="both")
             return both(jnp.tanh(both(x)))
 
     with te.autocast(recipe=DELAYED):
@@ -352,7 +354,7 @@ def test_a_module_that_is_used_twice_has_one_next_state() -> None:
 
 
 def test_recipes_come_from_the_region() -> None:
-    module = modules.LayerNormMLP(64, return_layernorm_output=False)
+    module = modules.LayerNormMLP(64)
     with te.autocast(recipe=DELAYED):
         variables = nn.unbox(module.init(KEY, X))
         fp8 = module.apply(variables, X)[0]
@@ -468,7 +470,7 @@ def test_softmax(kind: modules.SoftmaxType) -> None:
     mask = hidden["scaled_masked"] if kind == modules.SoftmaxType.SCALED_MASKED else None
     for given in (0.0, bias):
         ours = lambda x, b=given: modules.Softmax(0.5, kind).apply({}, x, mask, b if b is bias else None)  # noqa: E731
-        plain = lambda x, b=given: jax.nn.softmax(jnp.where(seen, 0.5 * x + b, -jnp.inf), -1)  # noqa: E731
+        plain = lambda x, b=given: jax.nn.softmax(jnp.where(seen, 0.5 * (x + b), -jnp.inf), -1)  # noqa: E731
         (y, back), (wanted, other) = (jax.vjp(f, x) for f in (ours, plain))
         near(y, wanted, 1e-5)
         near(back(dy)[0], other(dy)[0], 1e-4)
@@ -477,7 +479,7 @@ def test_softmax(kind: modules.SoftmaxType) -> None:
 def test_nnx_trains_them() -> None:
     """Through flax's bridge: the gradient of the states is the next states."""
     nnx = pytest.importorskip("flax.nnx")
-    module = modules.LayerNormMLP(64, return_layernorm_output=False)
+    module = modules.LayerNormMLP(64)
     with flax.config.temp_flip_flag("always_shard_variable", False), te.autocast(recipe=DELAYED):
         model = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(X)
 
