@@ -22,7 +22,7 @@ from flax.training.train_state import TrainState  # noqa: E402
 
 from te_core import ArgumentError, UnsupportedError, hints  # noqa: E402
 from te_core.errors import MissingPackageError  # noqa: E402
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe  # noqa: E402
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe  # noqa: E402
 from tests.jax.test_te_jax import NAMES, ON_GPU, drawn, equal, nearly  # noqa: E402
 
 KEY, STATES = jax.random.key(0), "_overwrite_with_gradient"
@@ -494,6 +494,19 @@ def test_nnx_trains_them() -> None:
 
         first, second = step(model), step(model)
     assert second < 0.9 * first and (model.scaling.get_value().scale_bwd[::2] != 1).all()
+
+
+def test_one_random_stream_of_nnx_is_enough() -> None:
+    """As for flax's own dropout: draws for which no stream is named take that of parameters."""
+    nnx, q = pytest.importorskip("flax.nnx"), drawn(2, 16, 4, 16)
+    with flax.config.temp_flip_flag("always_shard_variable", False), te.autocast(recipe=NVFP4BlockScaling()):
+        attention = modules.DotProductAttention(16, 4, attention_dropout=0.5)
+        model = nnx.bridge.ToNNX(attention, rngs=nnx.Rngs(0)).lazy_init(q, q, q)
+        assert (model(q, q, q) != model(q, q, q)).any()
+        model = nnx.bridge.ToNNX(modules.DenseGeneral(64), rngs=nnx.Rngs(0)).lazy_init(X)
+        grad = nnx.grad(lambda m: (m(X) ** 2).mean(), argnums=nnx.DiffState(0, nnx.Param))
+        one, other = (grad(model)["kernel"].get_value() for _ in range(2))
+    assert (one != other).any()  # gradients are rounded by draws
 
 
 def test_rules_for_axes() -> None:

@@ -106,7 +106,7 @@ def quantizing(module: nn.Module, name: str, function: Any) -> dict[str, Any]:
     if precision is None:
         return {}
     found: dict[str, Any] = {}
-    if module.has_rng("sr_rng"):  # for recipes that round gradients by draws
+    if _drawing(module, "sr_rng"):  # for recipes that round gradients by draws
         found["seed"] = module.make_rng("sr_rng")
     if precision.history is not None:
         if not module.is_initializing() and not module.has_variable(OVERWRITTEN, name):
@@ -119,9 +119,14 @@ def quantizing(module: nn.Module, name: str, function: Any) -> dict[str, Any]:
     return found
 
 
+def _drawing(module: nn.Module, name: str) -> bool:
+    """Whether apply has this random stream, or that of parameters, which flax takes in its place."""
+    return module.has_rng(name) or (module.has_rng("params") and not module.is_initializing())
+
+
 def random_key(module: nn.Module, name: str) -> Any:
     """A key of a stream that the caller of apply has to name."""
-    if not module.has_rng(name) and not module.is_initializing():
+    if not _drawing(module, name) and not module.is_initializing():
         do = f"pass rngs={{{name!r}: key}} to apply, another key in each step, or deterministic=True"
         raise ArgumentError(type(module).__name__, f"no random stream {name!r}", "a key of jax.random", do)
     return module.make_rng(name)
