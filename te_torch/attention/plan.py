@@ -24,7 +24,7 @@ from te_core.layers.meeting import facts_of, words
 from te_torch.attention import choose, env
 from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
 from te_torch.runtime import FLOATS, TO_CORE, nested
-from te_torch.values import is_flag
+from te_torch.values import is_flag, is_size
 
 OPERATION = "DotProductAttention"
 wrong = partial(AttentionArgumentError, OPERATION)
@@ -319,7 +319,7 @@ def checked_widths(
     heads: int, groups: int, channels: Any, tp_size: int, attention_type: str, softmax_type: str, dropout: float
 ) -> tuple[int, int]:
     """(d_qk, d_v) of what the constructor of DotProductAttention was given, if all of it is right."""
-    widths = (channels, channels) if isinstance(channels, int) else tuple(channels)
+    widths = (channels, channels) if is_size(channels) else tuple(channels)
     given = f"num_attention_heads={heads}, num_gqa_groups={groups}"
     split = f"{heads} heads and {groups} groups over tp_size={tp_size}"
     for right, got, allowed in (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ def _dtype(value: Any) -> bool:
 
 
 def _window(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, int) for n in value)
+    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, Integral) for n in value)
 
 
 def _margins(value: Any) -> bool:

@@ -39,7 +39,7 @@ from te_torch.runtime import (
     was_freed,
 )
 from te_torch.surroundings import check_surroundings, dispatch_modes, functorch_active
-from te_torch.values import OptionError, check_flags, check_numbers, is_size
+from te_torch.values import OptionError, check_flags, check_numbers, integer, is_size
 
 _TOTALS = {"none": "sum", "sum": "sum", "mean": "mean"}
 _TARGETS = (torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16)
@@ -356,8 +356,7 @@ def _communicator(op: str, given: Any, name: str) -> Communicator | None:
 def _terms(
     op: str, width: int, comm: Communicator | None, ignore_index: int, smoothing: float, z_loss: float
 ) -> LossTerms:
-    if type(ignore_index) is not int:
-        raise ArgumentError(op, f"ignore_index={ignore_index!r}", "an integer", "correct it")
+    ignore_index = integer(op, "ignore_index", ignore_index)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     return LossTerms(width * size, width * rank, ignore_index, float(smoothing), float(z_loss))
 

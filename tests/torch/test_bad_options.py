@@ -280,6 +280,12 @@ def test_numbers_and_flags_of_other_libraries() -> None:
     assert layer(torch.randn(2, 32)).shape == (2, 48) and layer.use_bias == False  # noqa: E712  NumPy's
     assert te.LayerNorm(torch.Size([4, 8]), device="cpu").weight.shape == (4, 8)
     assert te.DotProductAttention(2, (16, 8))._static[2:4] == (16, 8)
+    whole = te.TransformerLayer(
+        np.int64(32), np.int64(64), np.int64(2), num_gqa_groups=np.int64(1), window_size=(np.int64(3), 0), device="cpu"
+    )
+    assert whole(torch.randn(5, 3, 32)).shape == (5, 3, 32)
+    logits, target = torch.randn(1, 2, 8), torch.tensor([[1, 3]])
+    assert not te.parallel_cross_entropy(logits, target, ignore_idx=np.int64(3))[0, 1]
 
 
 def test_sizes_that_no_kernel_takes() -> None:
