@@ -273,7 +273,7 @@ class BaseModule(TensorParallel, CallingModule):
             return inp, precision, self._traced_state(inp.device, precision, region, collects), recompute  # type: ignore[return-value]
         rule: Any = precision_of(precision)
         if rule.history is None:
-            counts = counted(self, None, inp.device) if rule.check_finite else None
+            counts = counted(self, None, inp.device, recompute) if rule.check_finite else None
             return inp, precision, counts, recompute  # type: ignore[return-value]
         state: Any = self._modules["fp8_state"]  # a third of the cost of self.fp8_state
         if state is None or state.precision is not rule:
@@ -287,7 +287,7 @@ class BaseModule(TensorParallel, CallingModule):
         if read is not None:
             state = read.of_state(state, recompute)
         if rule.check_finite:
-            return inp, precision, counted(self, state, inp.device), recompute  # type: ignore[return-value]
+            return inp, precision, counted(self, state, inp.device, recompute), recompute  # type: ignore[return-value]
         return inp, precision, state, recompute
 
     def _state_to_export(self, precision: int) -> ScalingState | None:
