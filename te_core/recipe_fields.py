@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from te_core.errors import ArgumentError
-from te_core.spelling import FieldNameError, meant, name_error, nearest
+from te_core.spelling import FieldNameError, choice_error, meant, name_error, nearest
 
 #: Keywords of older releases of the documented API.
 _OLDER = frozenset({"interval", "override_linear_precision"})
@@ -33,6 +33,12 @@ def require(recipe: str, name: str, value: object, ok: bool, allowed: str) -> No
 def is_whole(value: object) -> bool:
     """Whether it is an integer, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_choice(recipe: Any, name: str, allowed: Sequence[Any]) -> None:
+    """This field has one of these values."""
+    if getattr(recipe, name) not in allowed:
+        raise choice_error(type(recipe).__name__, name, getattr(recipe, name), allowed)
 
 
 def require_flags(recipe: Any, *names: str) -> None:
@@ -86,13 +92,9 @@ def require_delayed(recipe: Any) -> None:
     require_flags(recipe, "reduce_amax")
     length, algo, scale = recipe.amax_history_len, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
     require(name, "amax_history_len", length, is_whole(length) and length >= 1, "an integer >= 1")
-    require(
-        name,
-        "amax_compute_algo",
-        algo,
-        algo in ("max", "most_recent") or callable(algo),
-        "'max', 'most_recent' or a callable(history) -> amax",
-    )
+    algorithms = ("max", "most_recent")
+    if algo not in algorithms and not callable(algo):
+        raise choice_error(name, "amax_compute_algo", algo, algorithms, also="a callable(history) -> amax")
     require(
         name,
         "scaling_factor_compute_algo",
@@ -104,16 +106,9 @@ def require_delayed(recipe: Any) -> None:
 
 def check_common(recipe: Any, formats: Sequence[Enum], overrides: Sequence[str | None]) -> None:
     """What every recipe has: one of these formats and overrides, and the flags of attention."""
-    name = type(recipe).__name__
     require_format(recipe, formats)
     require_flags(recipe, "fp8_dpa", "fp8_mha")
-    require(
-        name,
-        "backward_override",
-        recipe.backward_override,
-        recipe.backward_override in overrides,
-        " or ".join(map(repr, overrides)),
-    )
+    require_choice(recipe, "backward_override", overrides)
 
 
 def named_by_its_fields(cls: type[_R]) -> type[_R]:

@@ -18,6 +18,7 @@ from te_core.layers.product import LinearSpec, Needs
 from te_core.ops.loss import LossTerms
 from te_core.precision import Precision
 from te_core.recipe import Recipe, resolve
+from te_core.spelling import choice_error
 from te_core.tensor import Tensor
 from te_torch.doors import never_traced
 from te_torch.function import refuse_double_backward, stand_in_gradient
@@ -126,7 +127,7 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     if reduction not in _TOTALS:
-        raise ArgumentError(op, f"reduction={reduction!r}", "'mean', 'sum' or 'none'", "choose one of these")
+        raise choice_error(op, "reduction", reduction, _TOTALS)
     if chunk is not None and not is_size(chunk):
         raise ArgumentError(op, f"chunk={chunk!r}", "a number of rows, or None", "leave it out")
     check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError
+from te_core.spelling import choice_error
 from te_torch.deprecation import deprecated
 from te_torch.doors import either
 from te_torch.quantized import QuantizedTorch
@@ -311,7 +312,7 @@ def _no_probs(probs: torch.Tensor) -> torch.Tensor:
 
 def _check_map_type(op: str, map_type: str) -> None:
     if map_type not in ("mask", "index"):
-        raise ArgumentError(op, f"map_type={map_type!r}", "'mask' or 'index'", "choose one of these")
+        raise choice_error(op, "map_type", map_type, ("mask", "index"))
 
 
 def _check_tensors(op: str, **given: Any) -> None:
