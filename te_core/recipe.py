@@ -15,7 +15,6 @@ from te_core import dtypes, env
 from te_core.described import Describer
 from te_core.described.recipes import TEXT
 from te_core.dtypes import DType
-from te_core.naming import home_of
 from te_core.precision import AttentionPrecision, Gemm, History, Operand, Precision, the_one
 from te_core.recipe_fields import (
     check_attribute,
@@ -165,16 +164,6 @@ def resolve(recipe: Recipe) -> Precision:
 def by_token(token: int) -> Recipe:
     """The living recipe of this token."""
     found: Recipe = of_token(token)
-    return found
-
-
-def documented(recipe: Recipe) -> Recipe:
-    """The recipe in the documented class below its own: a file that names a program's class loads only beside that."""
-    kind: Any = next(cls for cls in type(recipe).__mro__ if home_of(cls) == __name__)
-    if kind in (type(recipe), Recipe):
-        return recipe
-    found: Recipe = kind.__new__(kind)
-    vars(found).update({name: getattr(recipe, name) for name in kind.__dataclass_fields__})
     return found
 
 

@@ -25,7 +25,7 @@ from te_core.errors import ArgumentError
 from te_core.ops.quantize import ScalingState as CoreState
 from te_core.precision import Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
-from te_core.recipe import documented
+from te_core.recipe_fields import documented
 from te_torch.runtime import to_core, to_core_shape
 
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")

@@ -12,7 +12,8 @@ import torch
 from te_core.layers.linear import LinearSpec
 from te_core.precision import Operand, Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
-from te_core.recipe import DelayedScaling, Recipe, documented
+from te_core.recipe import DelayedScaling, Recipe
+from te_core.recipe_fields import documented
 from te_torch.autocast import active
 from te_torch.base.quantized_init import point
 from te_torch.compiled_runs import last_compiled
