@@ -20,6 +20,7 @@ from te_core.layers.entries import Asked
 from te_core.layers.table import LAYERS
 from te_core.recipe import Recipe
 from te_core.runtime import ByteAllocator, Runtime
+from te_core.spelling import choice_error
 from te_core.tape.program_file import Program
 from te_core.tensor import CPU, Tensor, cuda_device
 
@@ -67,7 +68,7 @@ class Opened:
 
     def __init__(self, host: Host, name: str, text: str | None) -> None:
         if name not in LAYERS:
-            raise ArgumentError(_OPEN, repr(name), ", ".join(LAYERS), "name one of these layers")
+            raise choice_error(_OPEN, "name", name, LAYERS)
         self.host, self.named, self.name = host, Named(LAYERS[name]), name
         if self.named.several:
             do = "call te_core.functional in Python"

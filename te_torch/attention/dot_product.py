@@ -143,7 +143,7 @@ class DotProductAttention(BaseModule):
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = d_qk, d_v
         self.softmax_scale = d_qk**-0.5 if softmax_scale is None else float(softmax_scale)
-        sizes = num_attention_heads // tp_size, groups // tp_size, d_qk, d_v
+        sizes = int(num_attention_heads) // tp_size, int(groups) // tp_size, int(d_qk), int(d_v)  # of NumPy, maybe
         weights = self.softmax_scale, softmax_type, float(attention_dropout)
         self._static = Static(*sizes, *weights, return_max_logit, self.layer_number, num_attention_heads)
         self._find_place()

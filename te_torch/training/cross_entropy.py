@@ -18,6 +18,7 @@ from te_core.layers.product import LinearSpec, Needs
 from te_core.ops.loss import LossTerms
 from te_core.precision import Precision
 from te_core.recipe import Recipe, resolve
+from te_core.spelling import choice_error
 from te_core.tensor import Tensor
 from te_torch.doors import never_traced
 from te_torch.function import refuse_double_backward, stand_in_gradient
@@ -39,7 +40,7 @@ from te_torch.runtime import (
     was_freed,
 )
 from te_torch.surroundings import check_surroundings, dispatch_modes, functorch_active
-from te_torch.values import OptionError, check_flags, check_numbers, is_size
+from te_torch.values import OptionError, check_flags, check_numbers, integer, is_size
 
 _TOTALS = {"none": "sum", "sum": "sum", "mean": "mean"}
 _TARGETS = (torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16)
@@ -126,7 +127,7 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     if reduction not in _TOTALS:
-        raise ArgumentError(op, f"reduction={reduction!r}", "'mean', 'sum' or 'none'", "choose one of these")
+        raise choice_error(op, "reduction", reduction, _TOTALS)
     if chunk is not None and not is_size(chunk):
         raise ArgumentError(op, f"chunk={chunk!r}", "a number of rows, or None", "leave it out")
     check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)
@@ -356,8 +357,7 @@ def _communicator(op: str, given: Any, name: str) -> Communicator | None:
 def _terms(
     op: str, width: int, comm: Communicator | None, ignore_index: int, smoothing: float, z_loss: float
 ) -> LossTerms:
-    if type(ignore_index) is not int:
-        raise ArgumentError(op, f"ignore_index={ignore_index!r}", "an integer", "correct it")
+    ignore_index = integer(op, "ignore_index", ignore_index)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     return LossTerms(width * size, width * rank, ignore_index, float(smoothing), float(z_loss))
 

@@ -15,6 +15,7 @@ import torch
 from te_core.attention import DIMENSIONS, canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.quantize.state import GRAD_OUTPUT, OUTPUT
+from te_core.spelling import choice_error
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.fp8 import kept_high
 from te_torch.attention.inference import InferenceParams
@@ -211,9 +212,7 @@ class MultiheadAttention(Unit):
 
     def _add_qk_norms(self, kind: str | None, eps: float, params_dtype: Any, device: Any) -> None:
         if kind is not None and kind not in QK_NORMS:
-            raise ArgumentError(
-                "MultiheadAttention", f"qk_norm_type={kind!r}", ", ".join(("None", *QK_NORMS)), "choose one of these"
-            )
+            raise choice_error("MultiheadAttention", "qk_norm_type", kind, (None, *QK_NORMS))
         self.q_norm: Any = None
         self.k_norm: Any = None
         if kind == "L2Normalization":  # no parameters, so one serves both
@@ -229,8 +228,8 @@ class MultiheadAttention(Unit):
     def _add_projections(self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]) -> None:
         """The modules that make queries, keys and values, under their documented names."""
         if self.attention_type not in ATTENTION_TYPES:
-            got = f"attention_type={self.attention_type!r}"
-            raise AttentionArgumentError("MultiheadAttention", got, "'self' or 'cross'", "correct it")
+            asked = self.attention_type
+            raise choice_error("MultiheadAttention", "attention_type", asked, ATTENTION_TYPES, AttentionArgumentError)
         check_qkv_whole("MultiheadAttention", fused, linear["fuse_wgrad_accumulation"])
         q, kv = self.num_attention_heads * self.kv_channels, self.num_gqa_groups * self.kv_channels
         width, name = self.hidden_size, self.name

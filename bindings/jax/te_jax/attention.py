@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.spelling import choice_error
 from te_jax.calling import call_layer, number
 
 
@@ -68,8 +69,7 @@ def _one_of(kind: type[Enum], name: str, value: Any) -> str:
     try:  # programs also write "BSHD_BSHD_BSHD", and "off_by_one"
         return str(kind(value.lower().replace("off_by_one", "off-by-one")).value)
     except (ValueError, AttributeError):
-        allowed = ", ".join(repr(member.value) for member in kind)
-        raise ArgumentError("fused_attn", f"{name}={value!r}", allowed, "choose one of these") from None
+        raise choice_error("fused_attn", name, value, [member.value for member in kind]) from None
 
 
 def _parted(qkv: Sequence[Any], layout: str) -> tuple[Any, Any, Any]:

@@ -14,6 +14,7 @@ from flax import serialization
 
 from te_core.calls import precision_of
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.spelling import choice_error
 from te_jax.context import chosen, region
 from te_jax.state import NAMES, Scaling, scaling
 
@@ -56,8 +57,7 @@ NO_SCORE_MOD = dict.fromkeys(
 def one_of(module: nn.Module, name: str, allowed: Sequence[str]) -> None:
     """That a field has one of these values."""
     if getattr(module, name) not in allowed:
-        got = f"{name}={getattr(module, name)!r}"
-        raise ArgumentError(type(module).__name__, got, ", ".join(map(repr, allowed)), "choose one of these")
+        raise choice_error(type(module).__name__, name, getattr(module, name), allowed)
 
 
 def parameter(module: nn.Module, name: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> Any:
