@@ -261,12 +261,12 @@ def test_another_size_is_another_program(muted: OnStub, tmp_path: Path) -> None:
     with pytest.raises(PlayerError, match="was not called"):
         layer.save(tmp_path / "linear.te")
     for rows, shift in ((32, 0), (48, 0), (32, 0), (32, 16)):
-        x, y = maker(rows, 64), maker(rows, 96)
+        x, y, *places = maker(rows, 64), maker(rows, 96), maker(rows, 64), maker(96, 64)
         muted.memory.given = []
         x.ptr += shift
         for wanted in ((0, 1), (1,)):
             kept = layer.forward([host_tensor(x), host_tensor(weight)], [host_tensor(y)])
-            grads = [host_tensor(t) if i in wanted else None for i, t in enumerate((x, weight))]
+            grads = [host_tensor(t) if i in wanted else None for i, t in enumerate(places)]
             layer.backward(kept, [host_tensor(y)], grads)
         layer.update()
     layer.save(tmp_path / "linear.te")
