@@ -56,7 +56,7 @@ class _Recorder:
             return (yield)
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
             self._keys |= {code: self.key(code) for code in codes - self._keys.keys()}
             found = {self._keys[code] for code in codes} - {""}
             for name in found:

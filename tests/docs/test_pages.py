@@ -22,7 +22,7 @@ RANKS = GUIDES / "06-several-gpus.md"
 WITH_GPU = [page for page in pages() if needs_gpu(page.read_text())]
 
 
-@more_without_gpu  # `make check` runs them, too
+@more_without_gpu  # `make check` follows the links, too
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_page(page: Path) -> None:
     text = page.read_text()
