@@ -102,7 +102,7 @@ class LayerNormMLP(NormParameters):
             raise UnsupportedError(
                 "LayerNormMLP", f"activation={activation!r}", ", ".join((*KINDS, *ALIASES)), "choose one of these"
             )
-        self.activation_params = activation_params
+        self.activation_params = None if activation_params is None else dict(activation_params)
         self._clamp = clamp_of(self.activation, activation_params)
         self.checkpoint = checkpoint
         self._spread_over(tp_size, tp_group, sequence_parallel)

@@ -314,6 +314,24 @@ def test_options_of_a_call(used: Used) -> None:
     assert used.forward > 10
 
 
+@pytest.mark.parametrize("kind", ["DotProductAttention", "MultiheadAttention", "TransformerLayer"])
+def test_a_window_that_changes_in_place(used: Used, kind: str) -> None:
+    options: dict[str, Any] = {"attention_dropout": 0.0, "device": "cpu"}
+    if kind == "DotProductAttention":
+        module, given = te.DotProductAttention(2, 16), [drawn(ROWS, 2, 2, 16) for _ in range(3)]
+    else:
+        more = (64, 2) if kind == "TransformerLayer" else (2,)
+        options |= {"hidden_dropout": 0.0} if kind == "TransformerLayer" else {}
+        module, given = getattr(te, kind)(HIDDEN, *more, **options), [drawn(ROWS, 2, HIDDEN)]
+    window = [3, 0]
+    wide = [module(*given, window_size=window) for _ in range(3)][0]
+    window[0] = 1
+    for _ in range(3):
+        narrow = module(*given, window_size=window)
+        assert torch.equal(narrow, module(*given, window_size=(1, 0))) and not torch.equal(narrow, wide)
+    assert used.forward
+
+
 def test_a_tensor_without_memory_is_refused_as_ever(used: Used) -> None:
     module = made("Linear")
     steps(module, 3, None)
