@@ -62,6 +62,7 @@ class Unit(MarkedModule):
             self._advance(name)
 
     def __delattr__(self, name: str) -> None:
+        """What a user takes away is missing from the next forward on."""
         option = name in self.__dict__ and not isinstance(self.__dict__[name], _NO_OPTIONS)
         super().__delattr__(name)
         if option:

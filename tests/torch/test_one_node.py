@@ -279,7 +279,7 @@ def test_the_dtype_of_one_of_several_weights(name: str) -> None:
     module, x = layer(), drawn(ROWS, 2, HIDDEN)
     weight = getattr(module.self_attention.layernorm_qkv, name)
     for _ in range(3):
-        step(module, x)
+        module(x)
     weight.data = weight.data.bfloat16()
     for _ in range(2):
         with pytest.raises(TypeError, match=f"{name} is torch.bfloat16"):
