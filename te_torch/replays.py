@@ -101,7 +101,7 @@ class Replay:
                 if known is None:  # it has to be looked at anew
                     return None
                 at[place:place], held[place:place] = known.at, [t] * len(known.at)
-                seen.append(known.number)
+                seen += (known.number, t.dtype)
                 wholes.insert(0, t)
             for one in scales if scales.__class__ is tuple else (scales,):  # those of several parts
                 if one is not None:
