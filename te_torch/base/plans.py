@@ -12,7 +12,7 @@ A plan holds no module that holds it: a model goes as soon as nobody else has it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import getitem, itemgetter
+from operator import attrgetter, getitem, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from te_torch.runtime import amp_dtype, outside_autocast, runtime_for
 
 _grad_on, _amp_on = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_dtype_of = attrgetter("dtype")
 #: Source of a layer's input that a plan cannot collect.
 UNKNOWN: Any = object()
 
@@ -79,6 +80,7 @@ class Plan:
         "_casts",
         "_dicts",
         "_drawn",
+        "_dtypes",
         "_grad",
         "_joins",
         "_names",
@@ -109,6 +111,8 @@ class Plan:
         self._rule = self._rules(unit, prepared.state)
         self._shapes, self._sources = shapes_of(inputs) if prepared.shaped else None, prepared.sources
         self._collect(unit, prepared, inputs)
+        #: Of the input and the weights, where the weights may be quantized before it is known whether the call fits.
+        self._dtypes = [prepared.tensors[i].dtype for i in (0, *self.call.layer.weights)] if prepared.weights else []
 
     def _rules(self, unit: Any, state: Any) -> Any:
         """The rule that the module's state has to follow; None where there is no state."""
@@ -211,6 +215,9 @@ class Plan:
         of_call = call.options
         if self._weights:
             weights = [tensors[i] for i in call.layer.weights]
+            x = tensors[0]  # an error that the interpreted call raises comes before it quantizes
+            if [*map(_dtype_of, (x, *weights))] != self._dtypes or x.shape[-1:] != weights[0].shape[-1:]:
+                return None
             extra = unit._extra(self._weights, weights, number, state, recompute, options[0])
             if extra is not None:
                 of_call = extra.with_options(of_call)

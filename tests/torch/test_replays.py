@@ -347,6 +347,22 @@ def test_a_quantized_weight_of_another_dtype(used: Used) -> None:
         module(x)
 
 
+@pytest.mark.parametrize("wrong", [drawn(ROWS, HIDDEN, dtype=torch.bfloat16), drawn(ROWS, 2 * HIDDEN)])
+def test_a_wrong_input_quantizes_no_weight(wrong: torch.Tensor) -> None:
+    def program() -> Any:
+        module, x = te.Linear(HIDDEN, 48, device="cpu"), drawn(ROWS, HIDDEN)
+        for _ in range(3):
+            with region("delayed"):
+                module(x, is_first_microbatch=True)
+        with torch.no_grad():
+            module.weight.mul_(2)
+        with region("delayed"), contextlib.suppress(TypeError, ArgumentError):
+            module(wrong, is_first_microbatch=True)
+        return dict(module.named_buffers())
+
+    same(program)
+
+
 def test_a_parameter_that_is_gone() -> None:
     """The region knows as interpreted which state ran before the error."""
 
