@@ -180,12 +180,15 @@ class Plan:
         return self.call is other.call and all(getattr(self, n) == getattr(other, n) for n in names)
 
     def _pool(self, unit: Any, inputs: Sequence[Any]) -> list[Any]:
-        """What the layer's inputs are chosen from: the module's inputs first, then the named ones (None: gone)."""
+        """What the layer's inputs are chosen from: the module's inputs first, then the named ones; [None]: one is gone,
+        of which the interpreted call says so."""
         try:
             named = [*map(getitem, self._dicts, self._names)]
         except KeyError:  # FSDP1 has views in the place of parameters, pruning a product, a program a buffer
             units = [unit if part is None else part for part in self._units]
             named = [getattr(part, name, None) for part, name in zip(units, self._names, strict=True)]
+            if any(t is None for t in named):
+                return [None]
         return [*inputs, *named, *self._samples, *self._joins, None]
 
     def run(self, unit: Any, inputs: Sequence[Any], options: tuple[Any, ...], now: Now) -> tuple[Any, ...] | None:
@@ -252,15 +255,15 @@ class Plan:
         return state if read is None or state is None else read.of_state(state, recompute)
 
     def _made(self, pool: list[Any]) -> bool:
-        """Convert what torch.autocast converts, and join what is joined; False if a dtype is another one, or gone."""
+        """Convert what torch.autocast converts, and join what is joined; False if a dtype is another one now."""
         if self._amp_on:
             if amp_dtype(pool[0].device.type) is not self._amp:
                 return False
             for place, dtype in self._casts:
-                pool[place] = pool[place] if pool[place] is None else pool[place].to(dtype)
+                pool[place] = pool[place].to(dtype)
         for n, (choose, dtypes) in enumerate(self._joins):
             parts = choose(pool)
-            if [getattr(t, "dtype", None) for t in parts] != dtypes:  # torch.cat would promote them
+            if [t.dtype for t in parts] != dtypes:  # torch.cat would promote them
                 return False
             with outside_autocast(pool[0]):
                 pool[n - 1 - len(self._joins)] = torch.cat(parts)

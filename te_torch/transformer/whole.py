@@ -313,7 +313,7 @@ class LayerPlan(Plan):
     def _wants_parts(self, unit: Any) -> bool:
         """Whether gradients are there already, or are used up as they arrive (an optimizer inside of backward)."""
         named = self._pool(unit, ())[: len(self._names)]
-        return any(p is not None and p.is_leaf and (p.grad is not None or p._post_accumulate_grad_hooks) for p in named)
+        return any(p is None or (p.is_leaf and (p.grad is not None or p._post_accumulate_grad_hooks)) for p in named)
 
     def _state(self, unit: Any, region: Any, read: Any, recompute: bool) -> Any:
         states: list[Any] = []
