@@ -69,6 +69,9 @@ class Layer:
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
     plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
     slots: Slots | None = None  # of what comes and goes quantized
+    #: Of a layer of parts with a state each: through how many parts, the last ones, the gradient of each input goes. No
+    #: input has more than the one before it. Where fewer parts than all are asked for, its backward takes `parts`.
+    reach: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained

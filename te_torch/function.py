@@ -346,11 +346,13 @@ class _Eager(torch.autograd.Function):
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
         given = complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
-        scales = None
+        scales, options, running = None, call.options, state
+        if call.layer.reach and (parts := _reached(ctx, call.layer.reach)) < call.layer.reach[0]:
+            options = {**options, "parts": parts}
+            running = state and scaling.States(state.each[len(state.each) - parts :])
         if state is not None:
             scales = state.backward_scales()
-            updates.ran_backward(state, ctx.within)
-        options = call.options
+            updates.ran_backward(running, ctx.within)
         release = call.layer.releases and _frees_saved and not _keep_graph()
         if extra is not None:
             options = _options_with(extra, call, ctx.weights)
@@ -376,6 +378,23 @@ class _Eager(torch.autograd.Function):
         if state is not None and slots is not None:
             handovers.note(scaling.BACKWARD, state, given, slots.grad_output, gradients[0], slots.grad_input)
         return _as_returned(ctx, gradients, options)
+
+
+def _reached(ctx: Any, reach: Sequence[int]) -> int:
+    """How many parts of the layer this backward is asked for: autograd.grad and backward(inputs=...) name tensors."""
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
+    for parts, needs in zip(reach, ctx.needs_input_grad[1:], strict=True):
+        if needs and _runs(next(nodes)):
+            return parts
+    return 0
+
+
+def _runs(node: Any) -> bool:
+    """Whether the gradient that goes to this node is asked for."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # so torch answers of a leaf that autograd.grad is asked for, and outside of its engine
+        return True
 
 
 def _on_boundary(t: Any, whole: bool) -> Any:

@@ -235,7 +235,7 @@ def backward(
     if release:
         free(saved.proj, into.proj, saved.proj.x)
     found = MultiheadGradients(None, MultiheadWeights(None, None, dproj, dproj_bias))
-    if dcontext is None:
+    if dcontext is None or saved.attention is None:
         return found
     made: list[Any] = [dcontext]
     del dcontext

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
+from operator import index
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from te_core.attention import FORMATS
@@ -43,7 +44,15 @@ def _dtype(value: Any) -> bool:
 
 
 def _window(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, Integral) for n in value)
+    return isinstance(value, Sequence | np.ndarray | torch.Tensor) and len(value) == 2 and all(map(_is_integer, value))
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _margins(value: Any) -> bool:
@@ -170,6 +179,14 @@ def check_values(operation: str, options: Mapping[str, Any]) -> None:
                 raise choice_error(operation, name, value, rule.choices, OptionError)
             default = f", torch.get_default_dtype()={torch.get_default_dtype()}" if rule is _DTYPE and not value else ""
             raise OptionError(operation, f"{name}={value!r}{default}", rule.allowed, f"correct {name}")
+
+
+def window_of(operation: str, value: Any, name: str = "window_size") -> tuple[int, int]:
+    """A forward's window in integers of its own: a plan compares it with that of the next call, whose list may be this
+    one, changed in place."""
+    check_values(operation, {name: value})
+    left, right = map(index, value)
+    return left, right
 
 
 def check_options(operation: str, options: Mapping[str, Any]) -> None:

@@ -53,15 +53,26 @@ class Unit(MarkedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """What a user sets anew counts from the next forward on: plans were made of what was there before.
 
-        Tensors and modules are no part of a plan, which collects them in each call; FSDP2 exchanges tensors in every
-        forward.
+        Tensors and modules advance no version: a plan collects tensors in each call and compares modules; FSDP2
+        exchanges tensors in every forward.
         """
         changed = self.__dict__.get(name, self) is not value
         super().__setattr__(name, value)
-        if changed and "_version" in self.__dict__ and not isinstance(value, _NO_OPTIONS):
-            if not torch.compiler.is_compiling():
-                self.__dict__["_version"] += 1
-                self._changed(name)
+        if changed and not isinstance(value, _NO_OPTIONS):
+            self._advance(name)
+
+    def __delattr__(self, name: str) -> None:
+        """What a user takes away is missing from the next forward on."""
+        option = name in self.__dict__ and not isinstance(self.__dict__[name], _NO_OPTIONS)
+        super().__delattr__(name)
+        if option:
+            self._advance(name)
+
+    def _advance(self, name: str) -> None:
+        """End the plans, for an attribute has another value or is gone."""
+        if "_version" in self.__dict__ and not torch.compiler.is_compiling():
+            self.__dict__["_version"] += 1
+            self._changed(name)
 
     @property
     def _inspected(self) -> bool:

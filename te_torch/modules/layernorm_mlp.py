@@ -101,7 +101,7 @@ class LayerNormMLP(NormParameters):
         self.activation = ALIASES.get(activation, activation)
         if self.activation not in KINDS:
             raise choice_error("LayerNormMLP", "activation", activation, (*KINDS, *ALIASES), UnsupportedError)
-        self.activation_params = activation_params
+        self.activation_params = None if activation_params is None else dict(activation_params)
         self._clamp = clamp_of(self.activation, activation_params)
         self.checkpoint = checkpoint
         self._spread_over(tp_size, tp_group, sequence_parallel)

@@ -21,7 +21,7 @@ from te_torch.attention import choose, env
 from te_torch.attention.inference import InferenceParams
 from te_torch.autocast import Now
 from te_torch.base.module import BaseModule
-from te_torch.base.options import check_options
+from te_torch.base.options import check_options, window_of
 from te_torch.base.parallel import compare_options
 from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.base.unit import Unit
@@ -332,6 +332,11 @@ class TransformerLayer(Unit):
         `encoder_output` is what a decoder's cross attention looks at. The other arguments are those of
         MultiheadAttention, `enc_dec_*` for cross attention; self attention takes cu_seqlens_q for its keys too.
         """
+        operation = "TransformerLayer.forward"
+        if window_size is not None:
+            window_size = window_of(operation, window_size)
+        if enc_dec_window_size is not None:
+            enc_dec_window_size = window_of(operation, enc_dec_window_size, "enc_dec_window_size")
         given: tuple[Any, ...] = (
             attention_mask,
             self_attn_mask_type,

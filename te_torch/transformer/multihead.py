@@ -23,7 +23,7 @@ from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.plan import divisors
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import precision_now
-from te_torch.base.options import check_options
+from te_torch.base.options import check_options, window_of
 from te_torch.base.parallel import check_group, compare_options, size_of
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
@@ -53,6 +53,7 @@ QK_NORMS = ("L2Normalization", *_QK_NORMS)
 
 
 _NOTHING = HandOver()
+_attention = DotProductAttention.forward
 _IGNORED = (
     "encoder_output is ignored: self attention looks at hidden_states alone. To do: leave it out, or pass "
     "attention_type='cross' to the constructor"
@@ -339,7 +340,7 @@ class MultiheadAttention(Unit):
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_kv,
             "attn_mask_type": attn_mask_type,
-            "window_size": window_size,
+            "window_size": None if window_size is None else window_of("MultiheadAttention.forward", window_size),
             "bottom_right_diagonal": bottom_right_diagonal,
             "checkpoint_core_attention": checkpoint_core_attention,
             "core_attention_bias_type": core_attention_bias_type,
@@ -491,11 +492,13 @@ class MultiheadAttention(Unit):
         return self.core_attention(q, k, v, **options), *returned
 
     def _watched(self) -> bool:
-        """Whether the attention has hooks, or another module is in its place: these are given q, k and v."""
+        """Whether the attention has hooks or a forward of the user's, or is another module: these get q, k and v."""
         core = self._modules["core_attention"]
         assert core is not None
         hooks = core._forward_hooks or core._forward_pre_hooks or core._backward_hooks or core._backward_pre_hooks
-        return bool(hooks) or (type(core) is not DotProductAttention and not is_a(core, DotProductAttention))
+        if hooks or "forward" in core.__dict__ or type(core).forward is not _attention:
+            return True
+        return type(core) is not DotProductAttention and not is_a(core, DotProductAttention)
 
     def _split(
         self,

@@ -3,8 +3,8 @@
 The first call runs the parts one by one and notes what each of them ran. If these calls are those of a plain layer,
 each reading what the one before gave, the core's composed layer (te_core/layers/transformer.py) has the parts' own
 specs and does the same in one call: `composed`. Later calls run it as long as nothing of the parts changes
-(`LayerPlan`): a hook, another module in a part's place, an inspector, a checkpoint or a hook on saved tensors, and the
-parts run by themselves.
+(`LayerPlan`): a hook, another module in any place, another `forward` of a part's class, an inspector, a checkpoint or a
+hook on saved tensors, and the parts run by themselves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from te_torch.function import Noted, apply
 from te_torch.modules.layernorm_linear import NORM_LINEAR, LayerNormLinear
 from te_torch.modules.layernorm_mlp import MLP, LayerNormMLP
 from te_torch.modules.linear import LINEAR, Linear
-from te_torch.replays import alike
+from te_torch.replays import alike, chosen
 from te_torch.reruns import in_backward, may_run_again
 from te_torch.state import ScalingState, States
 from te_torch.transformer.multihead import MultiheadAttention
@@ -57,6 +57,8 @@ from te_torch.transformer.multihead import MultiheadAttention
 #: What the parts save, in the order in which it stands in what the layer saves.
 _SAVED: tuple[Any, ...] = NormLinearSaved, SplitSaved, AttentionSaved, LinearSaved, MLPSaved, AddSaved
 _LENGTHS = [len(kind._fields) for kind in _SAVED]
+#: The parts with a state: the projection to queries, keys and values, the output's, the MLP.
+_PARTS = 3
 
 
 def _forward(rt: Runtime, x: Tensor, *given: Any, spec: Any, scales: Sequence[Any] | None = None) -> Any:
@@ -82,19 +84,27 @@ def _inputs(*given: Any) -> TransformerInputs:
 
 
 def _backward(
-    rt: Runtime, dy: Tensor, saved: Any, *, spec: Any, scales: Sequence[Any] | None = None, release: bool = False
+    rt: Runtime,
+    dy: Tensor,
+    saved: Any,
+    *,
+    spec: Any,
+    scales: Sequence[Any] | None = None,
+    release: bool = False,
+    parts: int = _PARTS,
 ) -> tuple[Any, ...]:
-    """The gradients, in the order of `_forward`'s inputs."""
-    row, parts = iter(saved), []
+    """The gradients, in the order of `_forward`'s inputs; of so many parts with a state, the last ones."""
+    row, each = iter(saved), []
     for kind, length in zip(_SAVED, _LENGTHS, strict=True):
         fields = [next(row) for _ in range(length)]
-        parts.append(kind(*fields))
-    qkv, split, attention, proj, mlp, closing = parts
+        each.append(kind(*fields))
+    qkv, split, attention, proj, mlp, closing = each
     of_qkv = qkv if any(spec.attention.qkv.linear.needs) else None
     of_split = None if spec.attention.split is None else split
+    attended = MultiheadSaved(of_qkv, attention if parts == _PARTS else None, proj, None, of_split)
     whole = TransformerSaved(
-        MultiheadSaved(of_qkv, attention, proj, None, of_split) if any(spec.attention.proj.needs) else None,
-        mlp if any(spec.mlp.fc2.needs) else None,
+        attended if parts > 1 and any(spec.attention.proj.needs) else None,
+        mlp if parts > 0 and any(spec.mlp.fc2.needs) else None,
         closing,
     )
     qkv_scales, proj_scales, mlp_scales = scales or (None,) * 3
@@ -105,7 +115,10 @@ def _backward(
     return (found.x, *of_attention, *m, None, None, None, None)
 
 
-TRANSFORMER = Layer("transformer", _forward, _backward, lambda *saved: saved, releases=True)
+#: `Layer.reach`: up to the projection to queries, keys and values; proj; its bias, which the MLP's norm adds, and the
+#: MLP; fc2's bias, which is added behind the MLP.
+_REACH = *[_PARTS] * 6, 2, *[1] * 8, *[0] * 5
+TRANSFORMER = Layer("transformer", _forward, _backward, lambda *saved: saved, releases=True, reach=_REACH)
 
 
 # ---------------------------------------------------------------------------------------------- what the parts ran
@@ -194,6 +207,14 @@ def _in_order(source: Any, order: int) -> Any:
     return source._replace(order=order) if isinstance(source, Drawn) else source
 
 
+def _calls_of() -> list[Any]:
+    """What a call of each part runs, which a program may exchange on the classes."""
+    return [*map(_call_of, _KINDS)]
+
+
+_KINDS = (MultiheadAttention, LayerNormLinear, DotProductAttention, Linear, LayerNormMLP)
+_call_of = attrgetter("forward", "__call__")
+_CALLS = _calls_of()
 #: The attention block's parts, by name.
 _OF_ATTENTION = ("layernorm_qkv", "core_attention", "proj")
 
@@ -205,8 +226,7 @@ def parts_of(layer: Any) -> list[Any] | None:
     if block is None or mlp is None:
         return None
     found = [block, *map(block._modules.get, _OF_ATTENTION), mlp]
-    kinds = (MultiheadAttention, LayerNormLinear, DotProductAttention, Linear, LayerNormMLP)
-    if not all(part.__class__ is kind for part, kind in zip(found, kinds, strict=True)):
+    if not all(part.__class__ is kind for part, kind in zip(found, _KINDS, strict=True)) or _calls_of() != _CALLS:
         return None
     return None if any({"forward", "_compiled_call_impl"} & part.__dict__.keys() for part in found) else found
 
@@ -229,7 +249,7 @@ _SMALL = 32 << 20
 class LayerPlan(Plan):
     """The plan of a layer that runs as one: nothing of its parts may have changed."""
 
-    __slots__ = ("_alike", "_dicts", "_hooks", "_large", "_lasts", "_parents", "_parts", "_versions")
+    __slots__ = ("_alike", "_hooks", "_inner", "_large", "_lasts", "_modules", "_parts", "_there", "_versions")
 
     def __init__(
         self, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
@@ -237,8 +257,9 @@ class LayerPlan(Plan):
         block = unit._modules["self_attention"]
         self._parts = parts_of(unit)
         assert self._parts is not None
-        #: The dictionaries in which the parts are, but for the layer's own, which would hold the layer.
-        self._parents = (block._modules,) * 3
+        #: All modules of the layer and of its attention block, parts or not.
+        self._inner = block._modules
+        self._modules = [*unit._modules.values(), *self._inner.values()]
         self._versions = [*map(_version_of, self._parts)]
         of_parts = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         self._hooks = [*_GLOBAL_HOOKS, *[getattr(part, name) for part in self._parts for name in of_parts]]
@@ -247,7 +268,9 @@ class LayerPlan(Plan):
         self.last = ()
         pool = self._pool(unit, inputs)
         self._made(pool)
-        self._alike = alike([*filter(_is_there, self._order(pool))])
+        tensors = self._order(pool)
+        self._there = chosen([i for i, t in enumerate(tensors) if t is not None])
+        self._alike = alike(self._there(tensors))
         size = sum(t.numel() * t.element_size() for t in prepared.tensors[1:] if t is not None)
         self._large = size > _SMALL
 
@@ -267,29 +290,21 @@ class LayerPlan(Plan):
             return None
         return tuple((part, s and s.precision) for part, s in zip(with_state, state.each, strict=True))
 
-    def _found(self, names: list[Any], unit: Any) -> tuple[Any, ...]:
-        self._elsewhere = False
-        self._dicts = tuple(part._parameters for part, _ in names)
-        return tuple(name for _, name in names)
-
-    def _pool(self, unit: Any, inputs: Sequence[Any]) -> list[Any]:
-        return [*inputs, *map(dict.get, self._dicts, self._names), *self._samples, *self._joins, None]
-
     def run(self, unit: Any, inputs: Sequence[Any], options: tuple[Any, ...], now: Now) -> tuple[Any, ...] | None:
         """As any plan, if nothing of the parts has changed and nothing asks for them."""
-        parts, own = self._parts, unit._modules
+        parts, modules = self._parts, [*unit._modules.values(), *self._inner.values()]
         assert parts is not None
         if (
-            own.get("self_attention") is not parts[0]
-            or own.get("layernorm_mlp") is not parts[4]
-            or not all(map(is_, map(dict.get, self._parents, _OF_ATTENTION), parts[1:4]))
+            len(modules) != len(self._modules)
+            or not all(map(is_, modules, self._modules))
             or [*map(_version_of, parts)] != self._versions
+            or [*map(_call_of, _KINDS)] != _CALLS
             or any(map(_inspector_of, parts[1:]))
             or any(self._hooks)
             or active.running is not None
             or in_backward()
             or may_run_again()
-            or (self._large and self._wants_parts())
+            or (self._large and self._wants_parts(unit))
         ):
             return None
         outputs = Plan.run(self, unit, inputs, options, now)
@@ -299,14 +314,14 @@ class LayerPlan(Plan):
         return outputs
 
     def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not self._alike(*filter(_is_there, tensors)):
+        if not self._alike(*self._there(tensors)):
             return None
         return apply(self.call, state, False, *self._with_draws(tensors, None), caller=unit._token)
 
-    def _wants_parts(self) -> bool:
+    def _wants_parts(self, unit: Any) -> bool:
         """Whether gradients are there already, or are used up as they arrive (an optimizer inside of backward)."""
-        parameters = [p for p in map(dict.get, self._dicts, self._names) if p is not None]
-        return any(p.grad is not None or p._post_accumulate_grad_hooks for p in parameters)
+        named = self._pool(unit, ())[: len(self._names)]
+        return any(p is None or (p.is_leaf and (p.grad is not None or p._post_accumulate_grad_hooks)) for p in named)
 
     def _state(self, unit: Any, region: Any, read: Any, recompute: bool) -> Any:
         states: list[Any] = []
@@ -316,7 +331,3 @@ class LayerPlan(Plan):
                 return None
             states.append(state)
         return States(states)
-
-
-def _is_there(t: torch.Tensor | None) -> bool:
-    return t is not None

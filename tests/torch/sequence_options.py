@@ -43,7 +43,17 @@ OF_LINEARS = {
 #: Of a call: what may differ from a plain one. A name is drawn with the probability of its place.
 OFTEN: dict[str, tuple[Any, ...]] = {
     "recipe": (0, 0, 0, 1),
-    "backward": ("drop", "later", "later", "twice", "input alone", "first alone", "inside"),
+    "backward": (
+        "drop",
+        "later",
+        "later",
+        "twice",
+        "input alone",
+        "first alone",
+        "one parameter",
+        "one input",
+        "inside",
+    ),
     "layout": ("transposed", "sliced", "stepped", "expanded", "shifted", "strided leaf", "no leaf", "Parameter"),
 }
 SELDOM: dict[str, tuple[Any, ...]] = {
@@ -58,6 +68,7 @@ SELDOM: dict[str, tuple[Any, ...]] = {
     "values": (1, 2),
     "alias": ("q is k", "one"),
     "accumulate": (True,),
+    "window": (True,),
 }
 RARE: dict[str, tuple[Any, ...]] = {
     "checkpoint": ("reentrant", "not reentrant", "te"),

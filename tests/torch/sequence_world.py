@@ -101,6 +101,7 @@ class World:
         self.optimizers: dict[str, Any] = {}
         self.waiting: list[tuple[list[Any], dict[str, Any], int]] = []
         self.kept: dict[Any, Any] = {}
+        self.window = [2, 0]
         self.count = 0
         self.ended = False
 
@@ -201,6 +202,8 @@ class World:
             options = {name: t for name, t in options.items() if name == "is_first_microbatch"}
         if "options" in a and (self.d.form != "thd" or a["options"] == 0):
             options |= _OTHER_OPTIONS.get(self.d.kind, ({}, {}, {}))[a["options"]]
+        if a.get("window") and self.d.kind in ("DotProductAttention", "MultiheadAttention", "TransformerLayer"):
+            options["window_size"] = self.window
         return leaves, args, options
 
     def _heads(self, d: Any, a: dict[str, Any], x: torch.Tensor, leaves: dict[str, Any]) -> list[Any]:
@@ -373,6 +376,7 @@ class World:
         how = a.get("backward", "")
         used = [t for t in (outputs[:1] if how == "first alone" else outputs) if t.requires_grad]
         leaf = [t for t in leaves.values() if t is not None and t.requires_grad]
+        trained = [p for p in self.module.parameters() if p.requires_grad]
         if not used:
             return
         grads = [values(*t.shape, seed=self.count + i, dtype=t.dtype) for i, t in enumerate(used)]
@@ -380,6 +384,11 @@ class World:
         def run() -> Any:
             if how == "input alone" and leaf:
                 return seen(torch.autograd.grad(used, leaf, grads, allow_unused=True))
+            if how == "one parameter" and trained:
+                one = trained[self.count % len(trained)]
+                return seen(torch.autograd.grad(used, [one], grads, allow_unused=True))
+            if how == "one input" and trained:  # of backward's `inputs`
+                return torch.autograd.backward(used, grads, inputs=[trained[self.count % len(trained)]])
             if how == "twice":
                 torch.autograd.backward(used, grads, retain_graph=True)
             torch.autograd.backward(used, grads)

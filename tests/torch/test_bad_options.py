@@ -149,6 +149,16 @@ def test_refused_where_it_enters(kind: str) -> None:
     assert not {case: said for case, said in found.items() if said}
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(k, "window_size") for k in ("MultiheadAttention", "TransformerLayer")]
+    + [("TransformerLayer", "enc_dec_window_size")],
+)
+def test_windows_of_a_call_are_refused_there(kind: str, name: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"{kind}.forward: got {name}=3. Allowed: two integers"):
+        make(kind)(torch.randn(4, 2, 64), **{name: 3})
+
+
 #: Parts that come later.
 NOT_BUILT: dict[str, Any] = {
     "symmetric_ar_type": "multimem_all_reduce",
