@@ -338,6 +338,7 @@ def test_a_process_of_c(embedding: Path, scenario: str) -> None:
 
 @needs_libpython
 @pytest.mark.more
+@pytest.mark.long
 def test_processes_of_c_under_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TE_CORE_PYTHON", sys.prefix)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # an environment's links to a checkout are not followed

@@ -251,11 +251,13 @@ def test_tensors_are_those_of_dlpack(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
+@pytest.mark.long
 def test_under_sanitizers(tmp_path: Path) -> None:
     assert "15 tests passed" in made(tmp_path, "sanitized")
 
 
 @pytest.mark.more
+@pytest.mark.long
 def test_wrong_calls_and_broken_files_under_sanitizers(tmp_path: Path) -> None:
     """make -C bindings/c fuzz COUNT=1000000 tries more."""
     said = made(tmp_path, "fuzz", COUNT="10000", SEED="2")

@@ -73,6 +73,7 @@ def test_scripts_of_ranks_end_at_once() -> None:
 
 
 @pytest.mark.more
+@pytest.mark.long
 def test_scripts_of_ranks(tmp_path: Path) -> None:
     """They learn; a sequence that is spread, by rows or by context, has the losses of one that is whole.
 

@@ -188,22 +188,39 @@ STUB int cuMemPoolSetAttribute(void *pool, int number, void *value) {
     (void)value;
     return number != 4;
 }
+/* Addresses of memory that nobody touches. */
+typedef struct block {
+    struct block *next;
+    uint64_t address;
+} block;
+static block *blocks;
+static uint64_t free_from = UINT64_C(1) << 40;
+
 STUB int cuMemAllocFromPoolAsync(uint64_t *out, size_t bytes, void *pool, void *stream) {
     (void)pool;
     (void)stream;
     MAY_FAIL();
     if (bytes > (size_t)1 << 40) return 2;
-    char *block = made(bytes + 1024);
-    *out = ((uint64_t)(uintptr_t)block + 512) & ~UINT64_C(255);
-    memcpy((void *)(uintptr_t)(*out - sizeof block), &block, sizeof block);
+    block *b = made(sizeof *b);
+    (void)pthread_mutex_lock(&lock);
+    *b = (block){blocks, free_from};
+    blocks = b;
+    *out = free_from;
+    free_from += (bytes + 256) & ~UINT64_C(255);
+    (void)pthread_mutex_unlock(&lock);
     note("alloc %zu stream %p\n", bytes, stream);
     return 0;
 }
 STUB int cuMemFreeAsync(uint64_t address, void *stream) {
-    void *block;
     note("free %#llx stream %p\n", (unsigned long long)address, stream);
-    memcpy(&block, (void *)(uintptr_t)(address - sizeof block), sizeof block);
-    gone(block);
+    (void)pthread_mutex_lock(&lock);
+    block **at = &blocks;
+    while (*at != NULL && (*at)->address != address) at = &(*at)->next;
+    block *b = *at;
+    if (b != NULL) *at = b->next;
+    (void)pthread_mutex_unlock(&lock);
+    if (b == NULL) abort();
+    gone(b);
     return 0;
 }
 STUB int cuMemAlloc_v2(uint64_t *out, size_t bytes) { return cuMemAllocFromPoolAsync(out, bytes, NULL, NULL); }
