@@ -5,9 +5,8 @@ Eager calls the layer's forward and backward directly. A compiler sees two opaqu
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -28,6 +27,7 @@ from te_torch.calls import register as register
 from te_torch.carried import apart
 from te_torch.compiled_runs import Traced as Traced
 from te_torch.export.mode import exporting, expressed
+from te_torch.noting import Noted, noting
 from te_torch.operators import apply_traced
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import (
@@ -111,35 +111,9 @@ def apply(
         if forward_ad._current_level >= 0:
             _check_tangents(inputs)
         outputs = _run(run, inputs)[0]
-    if noting.calls is not None:
-        noting.calls.append(Noted(call, inputs, outputs, state=state, plain=extra is None and not recompute))
+    if noting.notes is not None:
+        noting.notes.calls.append(Noted(call, inputs, outputs, state=state, plain=extra is None and not recompute))
     return outputs
-
-
-class Noted(NamedTuple):
-    """A call that ran while somebody noted calls: a layer that looks whether its parts can run as one."""
-
-    call: Call
-    inputs: Sequence[torch.Tensor | None]
-    outputs: Sequence[torch.Tensor]
-    unit: Any = None  # the module that made it
-    sources: Sequence[Any] = ()  # where the module's inputs of the layer came from (te_torch/base/plans.py)
-    state: Any = None
-    plain: bool = True  # it depends on nothing else
-
-
-class _Noting(threading.local):
-    """Where the calling thread's calls are noted; nearly always nowhere."""
-
-    calls: list[Noted] | None = None
-
-    def by(self, unit: Any, sources: Sequence[Any]) -> None:
-        """Say which module made the last call, and where its inputs came from."""
-        if self.calls:
-            self.calls[-1] = self.calls[-1]._replace(unit=unit, sources=sources)
-
-
-noting = _Noting()
 
 
 class Run:

@@ -173,12 +173,11 @@ def backward(
         del taken
         if quantized and node.products:  # a matrix of tokens
             made[0] = _in_lead(made[0], lead)
-        for view in node.views:
-            made[view.place] = _viewed(made[view.place], view.to, view.of)
-        for name in node.inputs:
-            g = made.pop(0) if made else None
+        views = {view.place: view for view in node.views}
+        for place, name in enumerate(node.inputs[: len(made)]):
+            g, made[place] = made[place], None
             if name and g is not None:
-                sums.add(name, g)
+                sums.add(name, _viewed(g, views[place].to, views[place].of) if place in views else g)
             del g
     return tuple(sums.take(name) for name in spec.inputs)
 
@@ -249,8 +248,8 @@ def _own(t: Any) -> Any:
     return t if type(t) is not Tensor else Tensor(t.ptr, t.shape, t.dtype, t.device, t.owner, t.strides)
 
 
-def _viewed(t: Any, of: tuple[int, ...], to: tuple[int, ...]) -> Any:
-    return None if t is None else t.reshape(*t.shape[: len(t.shape) - len(of)], *to)
+def _viewed(t: Tensor, of: tuple[int, ...], to: tuple[int, ...]) -> Tensor:
+    return t.reshape(*t.shape[: len(t.shape) - len(of)], *to)
 
 
 def _scaled(t: Any, lead: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,9 +20,9 @@ from torch.autograd import forward_ad
 from te_torch.autocast import Now
 from te_torch.calls import Call
 from te_torch.draws import random_pair
-from te_torch.forks import Fork
-from te_torch.function import Noted, Run, noting, run_node
+from te_torch.function import Run, run_node
 from te_torch.nonfinite import Counted
+from te_torch.noting import Drawn, Noted, Of, noting
 from te_torch.replays import Found
 from te_torch.runtime import amp_dtype, outside_autocast, runtime_for
 
@@ -30,20 +30,6 @@ _grad_on, _amp_on = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Source of a layer's input that a plan cannot collect.
 UNKNOWN: Any = object()
-
-
-class Of(NamedTuple):
-    """Source of a layer's input: a parameter of a part of the module, or several that are joined."""
-
-    unit: Any
-    names: tuple[str, ...]
-
-
-class Drawn(NamedTuple):
-    """Source of a layer's input that is a random pair, drawn in this fork; those of a low `order` are drawn first."""
-
-    fork: Fork | None
-    order: int = 0
 
 
 class Prepared(NamedTuple):
@@ -60,6 +46,7 @@ class Prepared(NamedTuple):
     weights: Sequence[str] = ()  # whose `_extra` it is
     shaped: bool = False  # it depends on the shapes of the module's inputs
     last: Sequence[tuple[str, Any]] = ()  # what reports are told of it: attributes of the module
+    units: Sequence[Any] = ()  # of a graph: the module behind each node
 
 
 class Plan:
@@ -97,13 +84,13 @@ class Plan:
         self._number, self._recompute = now[0], now[1]
         self._grad, self._amp_on = _grad_on(), _amp_on()
         self._amp = amp_dtype(inputs[0].device.type) if self._amp_on else None
-        self._rule = self._rules(unit, prepared.state)
+        self._rule = self._rules(unit, prepared)
         self._shapes, self._sources = shapes_of(inputs) if prepared.shaped else None, prepared.sources
         self._collect(unit, prepared, inputs)
 
-    def _rules(self, unit: Any, state: Any) -> Any:
+    def _rules(self, unit: Any, prepared: Prepared) -> Any:
         """The rule that the module's state has to follow; None where there is no state."""
-        return None if state is None else unit.fp8_state.precision
+        return None if prepared.state is None else unit.fp8_state.precision
 
     def _collect(self, unit: Any, prepared: Prepared, inputs: Sequence[Any]) -> None:
         """How the layer's inputs are chosen from a pool: inputs, parameters, pairs, what was joined, nothing."""
@@ -217,9 +204,9 @@ class Plan:
             return None
         else:
             outputs = replay.forward(rt, *given)[0]
-        if noting.calls is not None:
+        if noting.notes is not None:
             plain = extra is None and not recompute
-            noting.calls.append(Noted(call, tensors, outputs, unit, self._sources, state, plain))
+            noting.notes.calls.append(Noted(call, tensors, outputs, unit, self._sources, state, plain))
         return outputs
 
     def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:

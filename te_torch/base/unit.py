@@ -10,8 +10,9 @@ from te_core.tape import taped
 from te_torch.autocast import NOWHERE, Now, precision_in_eager, precision_now
 from te_torch.base.plans import Plan, Prepared
 from te_torch.base.sharding import MarkedModule
-from te_torch.function import apply, noting
+from te_torch.function import apply
 from te_torch.likeness import enrolled
+from te_torch.noting import noting
 from te_torch.surroundings import dispatch_modes, functorch_active
 
 _MOST_PLANS = 16  # that a module keeps; the one that was used least recently goes first

@@ -19,6 +19,7 @@ from te_torch import offloading
 from te_torch.attention import choose, env
 from te_torch.attention.inference import InferenceParams
 from te_torch.autocast import Now
+from te_torch.base.graph import GraphPlan, composed
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_options
 from te_torch.base.parallel import compare_options
@@ -26,16 +27,15 @@ from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.base.unit import Unit
 from te_torch.draws import random_pair
 from te_torch.forks import fork_of
-from te_torch.function import noting
 from te_torch.module_names import next_name, shown, warn_ignored
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.noting import noting
 from te_torch.parallel.overlap import Flags, flags_of
 from te_torch.runtime import amp_cast
 from te_torch.surroundings import dispatch_modes
 from te_torch.transformer.drop_path import DropPath
 from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes
-from te_torch.transformer.whole import LayerPlan, composed
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -113,7 +113,7 @@ class TransformerLayer(Unit):
     """One layer of a Transformer, in the precision of the active `autocast` region.
 
     It runs as one call with one node of autograd where nothing stands between its parts
-    (te_torch/transformer/whole.py). With `one_node = False`, an attribute to be set at any time, the parts always run
+    (te_torch/base/graph.py). With `one_node = False`, an attribute to be set at any time, the parts always run
     one by one: gradients of a part then arrive before those of the part before it are computed.
 
     Raises:
@@ -372,15 +372,11 @@ class TransformerLayer(Unit):
 
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
         """Run the parts, and see whether they can run as one from now on."""
-        before, noting.calls = noting.calls, []
-        try:
+        with noting.begun() as notes:
             y = self._traced(inputs, options[0])
-            calls = noting.calls
-        finally:
-            noting.calls = before
-        made = composed(self, inputs, y, calls) if taped.when() != "never" and not dispatch_modes() else None
+        made = composed(self, inputs, y, notes) if taped.when() != "never" and not dispatch_modes() else None
         if made is not None:
-            plan = LayerPlan.of(self, made, inputs, options, now)
+            plan = GraphPlan.of(self, made, inputs, options, now)
             if plan is not None:
                 self._plan_first(plan)
         return y

@@ -1,4 +1,4 @@
-"""A TransformerLayer as one call with one node of autograd (te_torch/transformer/whole.py), and when its parts run."""
+"""A TransformerLayer as one call with one node of autograd (te_torch/base/graph.py), and when its parts run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import te_torch as te
-from te_torch.transformer import whole
+from te_torch.base import graph
 from tests.backends import devices
 from tests.covering import covering
 from tests.module_steps import randomise
@@ -250,7 +250,7 @@ def test_gradients_that_are_wanted() -> None:
 
 def test_large_gradients_are_not_held_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of one node arrive together: where some are there already, parts give theirs one after another."""
-    monkeypatch.setattr(whole, "_SMALL", 0)
+    monkeypatch.setattr(graph, "_SMALL", 0)
     module, x = layer(), drawn(ROWS, 2, HIDDEN)
     for _ in range(3):
         step(module, x)
