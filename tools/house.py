@@ -21,7 +21,7 @@ GROUND = (
 )
 TORCH_GROUND = (
     "deprecation doors draws exchange export forks runtime quantized precisions program_names program_specs "
-    "module_names likeness module_paths listing offloading recipe utils not_built shape_runs surroundings values"
+    "module_names likeness module_paths listing noting offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (
     "calls replays carried handovers weight_copies operators compiled_runs reruns amax_disagreement amax_reduction "
