@@ -112,7 +112,7 @@ def apply(
             _check_tangents(inputs)
         outputs = _run(run, inputs)[0]
     if noting.notes is not None:
-        noting.notes.calls.append(Noted(call, inputs, outputs, state=state, plain=extra is None and not recompute))
+        noting.notes.calls.append(Noted(call, inputs, outputs, state=state, extra=extra, again=recompute))
     return outputs
 
 
@@ -196,7 +196,14 @@ def _run(
     slots = call.layer.slots
     if state is not None and slots is not None:
         handovers.note(scaling.FORWARD, state, inputs[: slots.inputs], slots.input, made[0], slots.output)
-    return made, [None if t is None else t.owner for t in saved]
+    return made, [None if t is None else _in_shape(t, inputs) for t in saved]
+
+
+def _in_shape(t: Any, inputs: Sequence[Any]) -> torch.Tensor:
+    """What is saved, as a tensor. What the layer made has the shape that the layer gave it."""
+    owner: torch.Tensor = t.owner
+    plain = type(t) is Tensor and owner.shape != t.shape and not any(owner is given for given in inputs)
+    return owner.view(t.shape) if plain else owner
 
 
 def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: bool = False) -> list[Any]:
@@ -298,13 +305,13 @@ class _Eager(torch.autograd.Function):
         layer = run.call.layer
         ctx.materialize_grads = False  # as `set_materialize_grads`, a call less
         if offloading.active.noting:
-            offloading.note_copies_of_weights([inputs[i] for i in layer.weights])
+            offloading.note_copies_of_weights([inputs[i] for i in run.call.weights])
             copies = layer.copies(layer.saved(*saved))
             offloading.note_copies_of_weights([t for t in copies if t is not None])
         ctx.to_save = (*saved,)  # as `save_for_backward`, a call less
         ctx.run, ctx.inputs = run, len(inputs)
         if run.extra is not None:
-            ctx.weights = run.extra.parameters or [inputs[i] for i in layer.weights]
+            ctx.weights = run.extra.parameters or [inputs[i] for i in run.call.weights]
         ctx.within = updates.this_pass() if run.recompute and run.state is not None else -1
         if layer.differentiable is not None:
             ctx.mark_non_differentiable(*made[layer.differentiable :])
@@ -364,7 +371,7 @@ def _as_returned(ctx: Any, found: Sequence[torch.Tensor | None], options: Mappin
     """Gradients as backward returns them: for forward's own arguments first; those at the end were left out perhaps."""
     if ctx.run.extra is not None:
         found = [*found]
-        for position, weight, sink in zip(ctx.run.call.layer.weights, ctx.weights, options["sinks"], strict=True):
+        for position, weight, sink in zip(ctx.run.call.weights, ctx.weights, options["sinks"], strict=True):
             if sink is not None and sink.main is not None:
                 found[position] = stand_in_gradient(weight)
     missing = ctx.inputs - len(found)

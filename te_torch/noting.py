@@ -33,7 +33,10 @@ class Noted(NamedTuple):
     unit: Any = None  # the module that made it
     sources: Sequence[Any] = ()  # where the module's inputs of the layer came from (te_torch/base/plans.py)
     state: Any = None
-    plain: bool = True  # it depends on nothing else
+    extra: Any = None  # te_torch.function.Extra
+    again: bool = False  # a checkpoint ran it once more
+    weights: Sequence[str] = ()  # whose `_extra` the module asked for, with this `is_first_microbatch`
+    first_microbatch: Any = None
 
 
 class Notes:
@@ -59,10 +62,12 @@ class _Noting(threading.local):
         finally:
             self.notes = before
 
-    def by(self, unit: Any, sources: Sequence[Any]) -> None:
-        """Say which module made the last call, and where its inputs came from."""
+    def by(self, unit: Any, sources: Sequence[Any], weights: Sequence[str] = (), first_microbatch: Any = None) -> None:
+        """Say which module made the last call, where its inputs came from, and whose `_extra` it asked for."""
         if self.notes is not None and self.notes.calls:
-            self.notes.calls[-1] = self.notes.calls[-1]._replace(unit=unit, sources=sources)
+            last = self.notes.calls[-1]
+            more = {"weights": weights, "first_microbatch": first_microbatch if weights else None}
+            self.notes.calls[-1] = last._replace(unit=unit, sources=sources, **more)
 
     def came(self, t: torch.Tensor, source: Any) -> None:
         """Say where a tensor came from that a later call may take."""

@@ -125,15 +125,16 @@ def forward(
             taken[view.place] = _viewed(taken[view.place], view.of, view.to)
         for name in last:
             values.pop(name, None)
+        lead, matrix = leads.get(node.inputs[0], ()), type(taken[0]) is QuantizedTensor
         made, kept = unwrap(node.layer.forward)(rt, *taken, **options, **_ranks(node, comm))
         del taken
-        lead = leads.get(node.inputs[0], ())
         for name, t in zip(node.outputs, made, strict=False):
             if name and name not in last:
-                values[name] = _in_lead(t, lead)
+                values[name] = _in_lead(t, lead) if matrix else t
                 leads[name] = _scaled(t, lead) if type(t) is QuantizedTensor else values[name].shape[:-1]
         del made, t
         if node.wanted:
+            kept = _shaped(node, kept, forth=False)  # as the value is: an adapter may know it in that shape alone
             fields = zip(kept._fields, kept, strict=True)
             kept = kept._make(_own(t) if spec.made(node, name) or _is_bytes(t) else t for name, t in fields)
         saved.append(kept if node.wanted else None)
@@ -165,6 +166,7 @@ def backward(
         if node.layer.releases:
             options["release"] = release
         quantized = type(taken[0]) is QuantizedTensor
+        kept = _shaped(node, kept, forth=True)
         made = [*unwrap(node.layer.backward)(rt, *taken, kept, **options, **_ranks(node, comm))]
         if release and not any(sink is not None and sink.queue is not None for sink in options.get("sinks", ())):
             for name, t in zip(kept._fields, kept, strict=True):
@@ -250,6 +252,17 @@ def _own(t: Any) -> Any:
 
 def _viewed(t: Tensor, of: tuple[int, ...], to: tuple[int, ...]) -> Tensor:
     return t.reshape(*t.shape[: len(t.shape) - len(of)], *to)
+
+
+def _shaped(node: Node, kept: Any, forth: bool) -> Any:
+    """What a node saved, with inputs that it takes in another shape in the value's shape, or back (`forth`)."""
+    places = _places(node.layer.forward)
+    for name, t in zip(kept._fields, kept, strict=True) if node.views else ():
+        for view in node.views:
+            of, to = (view.of, view.to) if forth else (view.to, view.of)
+            if places.get(name) == view.place and type(t) is Tensor and t.shape[len(t.shape) - len(of) :] == of:
+                kept = kept._replace(**{name: _viewed(t, of, to)})
+    return kept
 
 
 def _scaled(t: Any, lead: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,13 +18,14 @@ from torch.nn.modules import module as hooks
 
 from te_core.errors import UnsupportedError
 from te_core.layers import graph as core
+from te_core.layers.communicator import Groups
 from te_core.layers.graph import Graph, Node, View
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.autocast import Now, active
 from te_torch.base.plans import Plan, Prepared, state_of
 from te_torch.calls import Layer, register
-from te_torch.function import apply
+from te_torch.function import Extra, apply
 from te_torch.noting import Noted, Notes, Of
 from te_torch.replays import alike
 from te_torch.reruns import in_backward, may_run_again
@@ -33,14 +34,15 @@ from te_torch.state import ScalingState, States
 # ------------------------------------------------------------------------------------------------ the core's layer
 
 
-def _forward(rt: Runtime, *inputs: Any, spec: Graph, scales: Sequence[Any] | None = None) -> Any:
+def _forward(rt: Runtime, *inputs: Any, spec: Graph, scales: Any = None, **options: Any) -> Any:
     """The graph on its inputs; what its nodes save comes in a row."""
-    outputs, saved = core.forward(rt, *inputs, spec=spec, scales=None if scales is None else (*scales,))
+    scales = None if scales is None else (*scales,)
+    outputs, saved = core.forward(rt, *inputs, spec=spec, scales=scales, **options)
     return outputs, tuple([t for part in saved if part is not None for t in part])
 
 
 def _backward(
-    rt: Runtime, dy: Tensor, row: Sequence[Any], *, spec: Graph, scales: Any = None, release: bool = False
+    rt: Runtime, dy: Tensor, row: Sequence[Any], *, spec: Graph, scales: Any = None, **options: Any
 ) -> tuple[Any, ...]:
     """The gradients, in the order of the inputs."""
     rest, saved = iter(row), []
@@ -49,10 +51,15 @@ def _backward(
         saved.append(kind(*[next(rest) for _ in kind._fields]) if node.wanted else None)
     del row, rest
     scales = None if scales is None else (*scales,)
-    return core.backward(rt, dy, tuple(saved), spec=spec, scales=scales, release=release)
+    return core.backward(rt, dy, tuple(saved), spec=spec, scales=scales, **options)
 
 
-GRAPH = Layer("graph", _forward, _backward, lambda *saved: saved, releases=True)
+def _weights(spec: Graph) -> tuple[int, ...]:
+    """Which inputs are the weights of the nodes' products, in their order."""
+    return tuple(spec.inputs.index(node.inputs[i]) for node in spec.nodes for i in node.layer.weights)
+
+
+GRAPH = Layer("graph", _forward, _backward, lambda *saved: saved, weights=_weights, releases=True)
 
 
 # ---------------------------------------------------------------------------------------------- what the parts ran
@@ -61,7 +68,7 @@ GRAPH = Layer("graph", _forward, _backward, lambda *saved: saved, releases=True)
 def composed(module: Any, inputs: Sequence[torch.Tensor], y: Any, notes: Notes) -> Prepared | None:
     """The module's call as one, if these calls of its parts are all that it did with its inputs; else None."""
     noted = notes.calls
-    if len(noted) < 2 or not all(map(is_plain, noted)) or parts_of(module) is None:
+    if len(noted) < 2 or not all(map(_is_node, noted)) or parts_of(module) is None:
         return None
     values = _Values(inputs, notes.sources)
     nodes = []
@@ -79,15 +86,22 @@ def composed(module: Any, inputs: Sequence[torch.Tensor], y: Any, notes: Notes) 
         return None
     states = [n.state for n in noted]
     state = None if all(s is None for s in states) else States(states)
-    call = register(GRAPH, spec, any(n.call.needs_grad for n in noted))
+    comms = {node.ranks: n.call.options["comm"] for n, node in zip(noted, nodes, strict=True) if node.ranks}
+    call = register(GRAPH, spec, any(n.call.needs_grad for n in noted), comm=Groups(**comms) if comms else None)
     tensors, of_inputs = zip(*values.inputs.values(), strict=True)
-    return Prepared(call, state, False, tensors, of_inputs, shaped=True, units=[n.unit for n in noted])
+    return Prepared(call, state, False, tensors, of_inputs, shaped=True, noted=noted)
 
 
-def is_plain(noted: Noted) -> bool:
-    """Whether a call depends on nothing besides its tensors and its state: on no ranks, inspectors, sinks."""
-    by_itself = not noted.call.options and noted.plain and hasattr(noted.call.layer.saved, "_fields")
-    return by_itself and (noted.state is None or (isinstance(noted.state, ScalingState) and noted.unit is not None))
+def _is_node(noted: Noted) -> bool:
+    """Whether a call can be one of several: nobody looks at it, and nothing of it is put off or done once more."""
+    call, extra = noted.call, noted.extra
+    return (
+        not call.options.keys() - {"comm"}
+        and hasattr(call.layer.saved, "_fields")
+        and not noted.again
+        and (extra is None or (extra.queue is None and extra.splits is None and bool(noted.weights)))
+        and (noted.state is None or (isinstance(noted.state, ScalingState) and noted.unit is not None))
+    )
 
 
 class _Values:
@@ -124,7 +138,10 @@ class _Values:
             self.memory[_where(t)] = t
             outputs.append(f"v{self.made}")
         outputs += [""] * (layer.outputs - len(outputs))
-        return Node(layer, noted.call.spec, tuple(places), tuple(outputs), noted.call.needs_grad, views=tuple(views))
+        call, products = noted.call, len(noted.call.weights)
+        ranks = "" if "comm" not in call.options else "tensor" if products else "context"
+        names = tuple(places), tuple(outputs)
+        return Node(layer, call.spec, *names, call.needs_grad, products, 0, ranks, tuple(views))
 
     def _find(self, t: torch.Tensor, place: int, noted: Noted) -> tuple[str | None, Any]:
         """(the value's name, in which other shape it is taken, if it is)."""
@@ -193,7 +210,19 @@ _SMALL = 32 << 20
 class GraphPlan(Plan):
     """The plan of a module that runs as one: nothing of its parts may have changed."""
 
-    __slots__ = ("_alike", "_dicts", "_hooks", "_inner", "_large", "_lasts", "_own", "_parts", "_versions", "_watched")
+    __slots__ = (
+        "_alike",
+        "_asked",
+        "_dicts",
+        "_hooks",
+        "_inner",
+        "_large",
+        "_lasts",
+        "_own",
+        "_parts",
+        "_versions",
+        "_watched",
+    )
 
     def __init__(
         self, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
@@ -210,6 +239,9 @@ class GraphPlan(Plan):
         self._lasts = [(part.__dict__, dict(part._plans[0].last)) for part in with_plans]
         super().__init__(unit, prepared, inputs, options, now)
         self.last = ()
+        #: Of each node: the module, which of its weights have an `_extra`, how many it has, `is_first_microbatch`.
+        self._parts_ask = [(n.unit, n.weights, len(n.call.weights), n.first_microbatch) for n in prepared.noted]
+        self._weights = [name for n in prepared.noted for name in n.weights]
         pool = self._pool(unit, inputs)
         self._made(pool)
         self._alike = alike([*filter(_is_there, self._order(pool))])
@@ -221,7 +253,9 @@ class GraphPlan(Plan):
         state = prepared.state
         if state is None:
             return None
-        return tuple((part, s and s.precision) for part, s in zip(prepared.units, state.each, strict=True))
+        return tuple(
+            (part, s and s.precision) for part, s in zip([n.unit for n in prepared.noted], state.each, strict=True)
+        )
 
     def _found(self, names: list[Any], unit: Any) -> tuple[Any, ...]:
         self._elsewhere = False
@@ -253,10 +287,28 @@ class GraphPlan(Plan):
                 attributes.update(last)
         return outputs
 
-    def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...], extra: Any) -> tuple[Any, ...] | None:
         if not self._alike(*filter(_is_there, tensors)):
             return None
-        return apply(self.call, state, False, *self._with_draws(tensors, None), caller=unit._token)
+        tensors = self._with_draws(tensors, None)
+        return apply(self.call, state, False, *tensors, extra=extra, caller=unit._token)
+
+    def _extra_of_parts(
+        self, names: Any, weights: Sequence[Any], number: int, state: Any, recompute: bool, first: Any
+    ) -> Extra | None:
+        """What the parts' calls depend on besides their tensors, in the order of all weights."""
+        states = [None] * len(self._parts_ask) if state is None else state.each
+        rest, ready, parameters, known = iter(weights), [], [], None
+        for (part, own, count, first_of_part), state_of_part in zip(self._parts_ask, states, strict=True):
+            some = [next(rest) for _ in range(count)]
+            extra = part._extra(own, some, number, state_of_part, recompute, first_of_part) if own else None
+            known = extra or known
+            ready += [None] * count if extra is None or extra.ready is None else extra.ready
+            parameters += some if extra is None else extra.parameters
+        if known is None:
+            return None
+        of_all = None if all([one is None for one in ready]) else ready
+        return Extra(of_all, known.fused, known.first_microbatch, None, parameters=parameters)
 
     def _wants_parts(self) -> bool:
         """Whether gradients are there already, or are used up as they arrive (an optimizer inside of backward)."""

@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
     weights: Sequence[str] = ()  # whose `_extra` it is
     shaped: bool = False  # it depends on the shapes of the module's inputs
     last: Sequence[tuple[str, Any]] = ()  # what reports are told of it: attributes of the module
-    units: Sequence[Any] = ()  # of a graph: the module behind each node
+    noted: Sequence[Noted] = ()  # of a graph: the calls that are its nodes
 
 
 class Plan:
@@ -64,6 +64,7 @@ class Plan:
         "_number",
         "_options",
         "_order",
+        "_parts_ask",
         "_recompute",
         "_rule",
         "_samples",
@@ -81,6 +82,7 @@ class Plan:
         self.call: Call = prepared.call
         self.last = (("_last", prepared.call), *prepared.last)
         self._version, self._options, self._weights = unit._version, options, prepared.weights
+        self._parts_ask: Any = None  # of a graph: see `GraphPlan`
         self._number, self._recompute = now[0], now[1]
         self._grad, self._amp_on = _grad_on(), _amp_on()
         self._amp = amp_dtype(inputs[0].device.type) if self._amp_on else None
@@ -184,8 +186,9 @@ class Plan:
         call, tensors, rt = self.call, self._order(pool), runtime_for(pool[0])
         of_call = call.options
         if self._weights:
-            weights = [tensors[i] for i in call.layer.weights]
-            extra = unit._extra(self._weights, weights, number, state, recompute, options[0])
+            ask = unit._extra if self._parts_ask is None else self._extra_of_parts
+            weights = [tensors[i] for i in call.weights]
+            extra = ask(self._weights, weights, number, state, recompute, options[0])
             if extra is not None:
                 of_call = extra.with_options(of_call)
         for replay in call.forward.known:
@@ -193,7 +196,7 @@ class Plan:
             if given is not None:
                 break
         else:
-            return self._unknown(unit, state, tensors)
+            return self._unknown(unit, state, tensors, extra)
         if replay is not call.forward.known[0]:
             call.forward.first(replay)
         if self._drawn:
@@ -205,11 +208,13 @@ class Plan:
         else:
             outputs = replay.forward(rt, *given)[0]
         if noting.notes is not None:
-            plain = extra is None and not recompute
-            noting.notes.calls.append(Noted(call, tensors, outputs, unit, self._sources, state, plain))
+            asked = self._weights, options[0] if self._weights else None
+            noting.notes.calls.append(
+                Noted(call, tensors, outputs, unit, self._sources, state, extra, recompute, *asked)
+            )
         return outputs
 
-    def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...], extra: Any) -> tuple[Any, ...] | None:
         """The outputs of a call that is like the prepared one, but like none that was recorded."""
         return None
 

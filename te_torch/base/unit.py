@@ -97,7 +97,7 @@ class Unit(MarkedModule):
         made = self._prepare(inputs, options, now)
         call, tensors = made.call, made.tensors
         outputs = apply(call, made.state, made.recompute, *tensors, extra=made.extra, caller=self._token)
-        noting.by(self, made.sources)
+        noting.by(self, made.sources, made.weights, *options[:1])
         self._plan(made, inputs, options, now)
         return self._returned(outputs, inputs)
 
