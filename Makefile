@@ -3,6 +3,8 @@
 PYTHON    ?= python3
 PY        := .venv/bin/python
 ARGS      ?=
+# What `make quick` compares with: a revision; where main and this branch part.
+BASE      ?=
 # Read once, when NumPy is imported: else its BLAS threads poll after each product, in the way of torch's.
 export OPENBLAS_THREAD_TIMEOUT ?= 4
 # Empty: Python caches bytecode. Without the cache each test process spends 15 s more on rewriting the assertions of tests.
@@ -27,7 +29,7 @@ OUT       ?= build/gpu
 GPU_FLAGS ?=
 PICKED    :=
 
-.PHONY: help env train test test-more test-full test-interpreted format check bench wheels release docs site mutants gpu gpu-interpreted gpu-ranks clean
+.PHONY: help env train test quick quick-map test-more test-full test-interpreted format check bench wheels release docs site mutants gpu gpu-interpreted gpu-ranks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -40,6 +42,15 @@ train: env  ## train a small GPT in FP8 on the shipped text (ARGS="--help" lists
 
 test: env  ## run the tests of every change (ARGS="tests/core -k gemm" picks some)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+quick: env  ## three minutes on two cores: a fixed fifth of `make test`, changed tests, and what `make quick-map` knows
+	@mkdir -p build
+	$(PY) tools/touched.py $(BASE) > build/touched.txt
+	$(PY) -m pytest -n $(JOBS) --dist worksteal --shard=1/5 --also=build/touched.txt $(ARGS)
+
+quick-map: env  ## record which cases enter which functions, for `make quick`: `make test` at half its speed, now and then
+	rm -rf build/touched
+	$(PY) -m pytest -p tools.touched -n $(JOBS) --dist worksteal $(ARGS)
 
 test-more:  ## run what CI adds: programs of others on this package, compilers, four ranks, a part without replays
 	@$(PYTHON) tools/setup_env.py clients onnx wheels

@@ -12,10 +12,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import IO, Any
 
 
 class UserError(ValueError):
     """A mistake of the user: what is wrong, and what to do."""
+
+    code = 2  # the program's exit code
+
+
+class WriteError(UserError):
+    """A file that cannot be written, though the command is right."""
+
+    code = 1
 
 
 @contextmanager
@@ -25,7 +34,7 @@ def mistakes_end(program: str) -> Iterator[None]:
         yield
     except UserError as mistake:
         sys.stderr.write(f"{program}: error: {mistake}\n")
-        raise SystemExit(2) from None
+        raise SystemExit(mistake.code) from None
 
 
 def positive(text: str) -> int:
@@ -105,3 +114,24 @@ def writable(folder: Path, files: Iterable[str] = (), option: str = "--out") -> 
         path = folder / name
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             raise UserError(f"{option} {folder}: {name} there cannot be overwritten. Choose another folder")
+
+
+@contextmanager
+def replacing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """A file that becomes `path` once it is whole. If it cannot be written (a full disk), `path` stays as it was."""
+    draft = path.with_suffix(".tmp")
+    try:
+        with draft.open(mode, newline=None if "b" in mode else "") as file:
+            yield file
+        os.replace(draft, path)
+    except BaseException as error:
+        draft.unlink(missing_ok=True)
+        cause: BaseException | None = error  # torch reports that a file cannot be written as an error of its own
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        kept = "; the one from before is as it was" if path.exists() else ""
+        raise WriteError(
+            f"{path} cannot be written ({cause.strerror}){kept}. Make room, or choose another folder (--out)"
+        ) from error

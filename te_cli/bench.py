@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from te_cli.arguments import UserError, add_device, positive, rate
+from te_cli.arguments import UserError, add_device, positive, rate, replacing
 from te_cli.progress import Progress
 from te_cli.settings import NAMES, RECIPES
 from te_core.errors import LibraryError, UnsupportedError
@@ -348,5 +348,6 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
     axes.set_xlabel("milliseconds")
     axes.set_title(title, fontsize=8)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from te_cli.arguments import replacing
+
 
 def write_curve(
     path: Path, runs: Mapping[str, Sequence[float]], what: str = "training loss", level: tuple[str, float] | None = None
@@ -27,6 +29,7 @@ def write_curve(
     axes.set(xlabel="step", ylabel=what)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=120, format="png")
     plt.close(figure)
     return path

@@ -13,6 +13,7 @@ import te_core
 from te_cli.arguments import UserError
 from te_core import hints
 from te_core.errors import ArgumentError, LibraryError, UnsupportedError
+from te_core.spelling import meant
 
 #: Each command's module has a docstring, which --help prints, `add_arguments(parser)`, and `run(options)`. This returns
 #: what it found, for programs and in words, and the exit code.
@@ -30,8 +31,8 @@ examples:
   te bench --module LayerNormMLP --hidden 4096
   te report train.py:step
 
-`te COMMAND --help` lists a command's options, with examples. Exit codes: 0 all went well; 1 a fault was found, or a
-step failed; 2 a mistake in the command; 130 interrupted.
+`te COMMAND --help` lists a command's options, with examples. Exit codes: 0 all went well; 1 a fault was found, a step
+failed, or the disk is full; 2 a mistake in the command; 130 interrupted.
 """
 
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from te_core.tools import doctor
 
         return doctor.main(given[1:], "te doctor")
-    options = _parser(given[:1]).parse_args(given)
+    options = _parse(given)
     with _mistakes_end(f"te {options.command}"):
         with redirect_stdout(sys.stderr) if options.json else redirect_stdout(sys.stdout):
             found, words, code = import_module(COMMANDS[options.command][0]).run(options)
@@ -50,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(code)
 
 
-def _parser(chosen: list[str]) -> argparse.ArgumentParser:
-    """With the options of the chosen command; the others' modules are not imported."""
+def _parse(given: list[str]) -> argparse.Namespace:
+    """The options of the chosen command; the others' modules are not imported."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="te",
@@ -62,14 +63,19 @@ def _parser(chosen: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"te-runtime {te_core.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("doctor", help=DOCTOR)
+    chosen = parser
     for name, (place, what) in COMMANDS.items():
         command = commands.add_parser(name, help=what, formatter_class=layout)
-        if [name] == chosen:
-            module = import_module(place)
+        if given[:1] == [name]:
+            chosen, module = command, import_module(place)
             command.description = module.__doc__
             command.add_argument("--json", action="store_true", help="print one object of JSON, for programs")
             module.add_arguments(command)
-    return parser
+    options, unknown = parser.parse_known_args(given)
+    if unknown:  # told with the usage of the command that does not know them
+        near = meant([word for word in unknown if word.startswith("-")], chosen._option_string_actions, 0.7)
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    return options
 
 
 @contextmanager
@@ -78,7 +84,7 @@ def _mistakes_end(program: str) -> Iterator[None]:
     try:
         yield
     except UserError as mistake:
-        _end(program, mistake, 2)
+        _end(program, mistake, mistake.code)
     except (ArgumentError, LibraryError, UnsupportedError) as error:
         _end(program, error, 1)
     except ModuleNotFoundError as missing:

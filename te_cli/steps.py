@@ -34,9 +34,12 @@ def function_of(name: str) -> Callable[[], Any]:
         raise UserError(f"{name}: write FILE.py:FUNCTION or MODULE:FUNCTION")
     sys.path.insert(0, "")  # as `python -m` has it
     module = theirs(lambda: _file(Path(place)) if place.endswith(".py") else _module(place))
-    function = getattr(module, wanted, None)
+    if not hasattr(module, wanted):
+        functions = [name for name, value in vars(module).items() if callable(value)]
+        raise UserError(f"{place} has no function {wanted}{meant([wanted], functions)}")
+    function = getattr(module, wanted)
     if not callable(function):
-        raise UserError(f"{place} has no function {wanted}{meant([wanted], vars(module))}")
+        raise UserError(f"{wanted} of {place} is no function, but of type {type(function).__name__}")
     return lambda: theirs(function)
 
 

@@ -2,7 +2,7 @@
 it. A table and a plot compare the two.
 
 It runs on CUDA if there is a device, else on the CPU with the reference backend: FP8 emulated bit for bit. Ctrl-C (and
-SIGTERM) saves a checkpoint; --resume goes on exactly from there, with its settings.
+SIGTERM) saves a checkpoint; --resume goes on exactly from there, with its recipe, settings, text and comparison.
 
     te train
     te train --recipe current --steps 20
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from te_cli.arguments import UserError, add_device, positive, rate, seed, writable
+from te_cli.arguments import UserError, add_device, positive, rate, replacing, seed, writable
 from te_cli.curve import write_curve
 from te_cli.progress import Progress
 from te_cli.settings import DEFAULTS, NAMES, RECIPES, TEXT, Settings, check, option, read_text
@@ -57,12 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**{field.name: None for field in dataclasses.fields(Settings)})
     job = parser.add_argument_group("job")
     add_device(job)
-    job.add_argument("--text", type=Path, default=TEXT, metavar="FILE", help="what to learn (a novel)")
+    job.add_argument("--text", type=Path, metavar="FILE", help="what to learn (a novel)")
     job.add_argument(
         "--out", type=Path, default=Path("build/train"), metavar="FOLDER", help="folder of the results (build/train)"
     )
-    job.add_argument("--no-compare", action="store_true", help="leave the bf16 run out")
-    job.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    compare = argparse.BooleanOptionalAction
+    job.add_argument("--compare", action=compare, help="train in bf16, too, or leave that out (--compare)")
+    resume = (
+        "go on from the checkpoints in --out, as they began; only --steps and --lr may change, for both runs at once"
+    )
+    job.add_argument("--resume", action="store_true", help=resume)
     job.add_argument("--save-every", type=positive, default=100, metavar="N", help="steps between checkpoints (100)")
 
 
@@ -71,7 +75,7 @@ def settings_for(path: Path, state: dict[str, Any] | None, given: dict[str, Any]
     if state is None:
         return dataclasses.replace(DEFAULTS[kind], **given)
     saved = Settings(**state["settings"])
-    for name in given.keys() - MAY_CHANGE:
+    for name in sorted(given.keys() - MAY_CHANGE):
         if given[name] != getattr(saved, name):
             raise UserError(
                 f"--resume: {path} was trained with {option(name)} {getattr(saved, name)}, but {option(name)} "
@@ -92,6 +96,32 @@ def check_beside(path: Path, state: dict[str, Any], settings: Settings) -> None:
                 "with. "
                 "Leave it out (--no-compare), or choose another folder (--out)"
             )
+
+
+def check_changes(states: dict[Path, dict[str, Any]], paths: list[Path], given: dict[str, Any]) -> None:
+    """What may change does so at the same step of both runs, and no run is beyond its end."""
+    done = [len(states[path]["losses"]) if path in states else 0 for path in paths]
+    steps = given.get("steps", max(done))
+    if steps < max(done):
+        path = paths[done.index(max(done))]
+        raise UserError(f"--resume: {path} is of step {max(done)}. Choose --steps {max(done)}, or more")
+    saved = states[paths[0]]["settings"] if paths[0] in states else given
+    changed = [option(name) for name in sorted(MAY_CHANGE & given.keys()) if given[name] != saved[name]]
+    if changed and min(done) != max(done):
+        runs = " and ".join(f"{path} is of step {n}" for path, n in zip(paths, done, strict=True))
+        raise UserError(
+            f"--resume: {runs}, so that another {' and '.join(changed)} would change one run otherwise than the other. "
+            "First go on without, or leave bf16 out (--no-compare)"
+        )
+
+
+def recipe_in(folder: Path) -> str | None:
+    """The recipe of the checkpoints in a folder, beside which bf16 may stand; None if there are none."""
+    there = [name for name in RECIPES if (folder / f"{name}.pt").exists()]
+    quantized = [name for name in there if name != "none"]
+    if len(quantized) > 1:
+        raise UserError(f"--resume: {folder} has checkpoints of {', '.join(quantized)}. Choose one of them (--recipe)")
+    return next(iter(quantized or there), None)
 
 
 class Interrupt:
@@ -121,14 +151,6 @@ def again() -> str:
     return shlex.join([*started, *words])
 
 
-def save(trainer: Trainer, path: Path) -> None:
-    """Write a checkpoint; a full disk is no fault of the program."""
-    try:
-        trainer.save(path)
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{path} cannot be written after step {len(trainer.losses)}: {error}") from error
-
-
 def train(trainer: Trainer, path: Path, save_every: int, interrupt: Interrupt, resume: str) -> dict[str, Any]:
     """Train to the end or to an interrupt, saving checkpoints; what the report says about the run."""
     s, first = trainer.settings, len(trainer.losses)
@@ -147,7 +169,7 @@ def train(trainer: Trainer, path: Path, save_every: int, interrupt: Interrupt, r
             result["tokens_per_second"] = rate
         bar.show(done, f"loss {loss:.3f}  {rate:,.0f} tokens/s")
         if done - saved >= save_every:
-            save(trainer, path)
+            trainer.save(path)
             saved = done
         return interrupt.seen != 0
 
@@ -167,7 +189,7 @@ def train(trainer: Trainer, path: Path, save_every: int, interrupt: Interrupt, r
             leave()
 
     trainer.train(on_step)
-    save(trainer, path)
+    trainer.save(path)
     if interrupt.seen:
         leave()
     count = max(1, int(s.steps * TAIL))
@@ -229,7 +251,7 @@ def device_name(device: torch.device) -> str:
 
 def write_csv(path: Path, results: list[dict[str, Any]]) -> Path:
     """One row a step, one column a run."""
-    with path.open("w", newline="") as file:
+    with replacing(path, "w") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["step", *[r["name"] for r in results]])
         for i, row in enumerate(zip(*[r["losses"] for r in results], strict=False)):
@@ -241,13 +263,17 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     """Train, compare, report. What can be wrong with the options is told before torch is imported."""
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)}
     given = {name: value for name, value in given.items() if value is not None}
-    names, size = names_of(options, given), len(read_text(options.text))
-    if not (options.resume and (options.out / f"{names[0]}.pt").exists()):  # else its settings count
+    first = given.get("recipe") or (recipe_in(options.out) if options.resume else None) or "delayed"
+    begun = options.resume and (options.out / f"{first}.pt").exists()
+    job = job_of(options, options.out / f"{first}.pt" if begun else None)
+    size = len(read_text(options.text or Path(job["text"] or TEXT)))
+    if not begun:  # else its settings count
         kind = options.device.partition(":")[0]
         check(dataclasses.replace(DEFAULTS[kind], **given), size)
+    names = [first, "none"] if job["compare"] and first != "none" else [first]
     paths = [options.out / f"{name}.pt" for name in names]
     writable(options.out, [*(path.name for path in paths), "loss.csv", "loss.png"])
-    trainer, results = trained(options, given, paths)
+    trainer, results = trained(options, job, given, paths)
     written = [write_csv(options.out / "loss.csv", results)]
     runs, level = {r["name"]: r["losses"] for r in results}, ("unigram entropy", trainer.text.unigram_entropy)
     curve = write_curve(options.out / "loss.png", runs, "training loss (nats a byte)", level)
@@ -263,14 +289,19 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     return found, report(trainer, results, written), 0
 
 
-def names_of(options: argparse.Namespace, given: dict[str, Any]) -> list[str]:
-    """The recipes to train in."""
-    recipe = given.get("recipe", "delayed")
-    return [recipe, "none"] if not options.no_compare and recipe != "none" else [recipe]
+def job_of(options: argparse.Namespace, begun: Path | None) -> dict[str, Any]:
+    """What is asked for beside the settings; what is not, as the run began from whose checkpoint it goes on."""
+    job: dict[str, Any] = {"text": "", "compare": True}
+    if begun is not None:
+        from te_cli.training import read_checkpoint
+
+        job |= read_checkpoint(begun).get("job", {})
+    job |= {} if options.text is None else {"text": str(options.text.resolve())}
+    return job | ({} if options.compare is None else {"compare": options.compare})
 
 
 def trained(
-    options: argparse.Namespace, given: dict[str, Any], paths: list[Path]
+    options: argparse.Namespace, job: dict[str, Any], given: dict[str, Any], paths: list[Path]
 ) -> tuple[Trainer, list[dict[str, Any]]]:
     """The runs that end in these checkpoints. All else that can be wrong is looked at before a step."""
     import torch
@@ -280,21 +311,26 @@ def trained(
     place = torch.device(options.device)
     states = {path: read_checkpoint(path) for path in paths if options.resume and path.exists()}
     settings = settings_for(paths[0], states.get(paths[0]), given, place.type)
+    check_changes(states, paths, given)
     for path, state in states.items():
         check_beside(path, state, settings)
         model_of(path, state, torch.device("cpu"))
-    text = Text(options.text, place)
+    text = Text(Path(job["text"] or TEXT), place)
     check(settings, len(text))
     if place.type == "cpu" and settings.hidden <= 256:
         # The products are NumPy's and keep all cores. What torch does in between is too small to share: on two idle
         # cores a second thread gains nothing, on two busy ones it costs a factor of three.
         torch.set_num_threads(1)
     interrupt, resume, results = Interrupt(), again(), []
-    print(f"Training on {device_name(place)}: {options.text.name}, {len(text.train)} bytes to learn", flush=True)
+    print(
+        f"Training on {device_name(place)}: {Path(job['text'] or TEXT).name}, {len(text.train)} bytes to learn",
+        flush=True,
+    )
     if options.resume and not states:
         print(f"--resume: there is nothing to go on from in {shown(options.out)}; this begins at step 1", flush=True)
     for path in paths:
         trainer = Trainer(dataclasses.replace(settings, recipe=path.stem), text, place)
+        trainer.job = job
         if path in states:
             trainer.load(states[path])
             print(f"{NAMES[path.stem]}: going on after step {len(trainer.losses)} ({shown(path)})")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 import te_torch as te
-from te_cli.arguments import UserError
+from te_cli.arguments import UserError, replacing
 from te_cli.gpt import GPT
 from te_cli.settings import RECIPES, GPTConfig, Settings, learnt, read_text
 from te_core.recipe import Recipe
@@ -81,6 +80,7 @@ class Trainer:
         )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.losses: list[float] = []
+        self.job: dict[str, Any] = {}  # what `te train --resume` has to know beside the settings
 
     def precision(self) -> te.autocast:
         """The low-precision region of one forward (or none, for bf16); formats that the chip lacks are emulated."""
@@ -139,7 +139,7 @@ class Trainer:
     # -------------------------------------------------------------------------------- checkpoints
 
     def save(self, path: Path) -> None:
-        """Write everything that the next step depends on. An interrupted write leaves the old file."""
+        """Write everything that the next step depends on. A write that fails leaves the old file."""
         state = {
             "settings": dataclasses.asdict(self.settings),
             "model": self.model.state_dict(),  # with the scales and histories of FP8: `....fp8_state.*`
@@ -148,11 +148,11 @@ class Trainer:
             "rng": torch.get_rng_state(),
             "device rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,  # stochastic rounding
             "losses": self.losses,
+            "job": self.job,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        torch.save(state, draft)
-        os.replace(draft, path)
+        with replacing(path) as file:
+            torch.save(state, file)
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on exactly where a checkpoint was saved."""

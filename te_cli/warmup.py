@@ -1,4 +1,5 @@
 """Run a step of yours twice, so that later processes find its kernels and its plans of attention on disk.
+On a CPU there are none.
 
 The step is a function without arguments, of a file or of a module, that runs a forward and a backward and returns the
 model:
@@ -24,9 +25,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     step, seconds = function_of(options.step), []
     for _ in range(2):
         start = time.perf_counter()
-        model_of(step)
+        model = model_of(step)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    said = "first step {:.2f} s, second step {:.2f} s; kernels and plans are on disk".format(*seconds)
-    return {"seconds": seconds}, said, 0
+    on_gpu = any(t.is_cuda for t in (*model.parameters(), *model.buffers()))
+    kept = "kernels and plans are on disk" if on_gpu else "nothing was compiled: the model is on the CPU"
+    said = f"first step {seconds[0]:.2f} s, second step {seconds[1]:.2f} s; {kept}"
+    return {"seconds": seconds, "on disk": on_gpu}, said, 0

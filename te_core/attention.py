@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from te_core.errors import ArgumentError
+from te_core.spelling import choice_error
 from te_core.tensor import Tensor
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -116,13 +116,11 @@ class Sizes(NamedTuple):
     d_v: int
 
 
-def canonical_mask(operation: str, name: str) -> str:
-    """The canonical spelling of a mask's name."""
+def canonical_mask(operation: str, name: str, argument: str = "attn_mask_type") -> str:
+    """The canonical spelling of a mask's name, which came as this argument."""
     found = MASK_ALIASES.get(name, name)
     if found not in MASKS:
-        raise ArgumentError(
-            operation, f"attn_mask_type={name!r}", ", ".join((*MASKS, *MASK_ALIASES)), "choose one of these"
-        )
+        raise choice_error(operation, argument, name, (*MASKS, *MASK_ALIASES))
     return found
 
 

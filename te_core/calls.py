@@ -12,6 +12,7 @@ from te_core.layers.entries import Asked, Layer
 from te_core.layers.table import LAYERS
 from te_core.precision import Precision
 from te_core.recipe import Recipe, resolve
+from te_core.spelling import choice_error
 from te_core.tape.taped import Taped
 
 _MOST_CALLS = 512  # of a layer
@@ -40,7 +41,7 @@ def call(
     gradients of these arguments. One object for equal ones."""
     layer = LAYERS.get(name)
     if layer is None:
-        raise ArgumentError("calls.call", repr(name), ", ".join(LAYERS), "name one of these layers")
+        raise choice_error("calls.call", "name", name, LAYERS)
     precision = precision_of(name, recipe)
     key = (tuple(options.items()), dtype, needs, precision and precision.serial)
     found: Call | None = None

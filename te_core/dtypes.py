@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from te_core.errors import ArgumentError
+from te_core.spelling import choice_error
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -114,7 +115,7 @@ def dtype(spec: Any) -> DType:
             except TypeError:
                 found = None
     if found is None:
-        raise ArgumentError("dtype", repr(spec), ", ".join(d.name for d in ALL), "name one of these types")
+        raise choice_error("dtype", "spec", spec, [d.name for d in ALL])
     return found
 
 

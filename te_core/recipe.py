@@ -23,6 +23,7 @@ from te_core.recipe_fields import (
     is_whole,
     named_by_its_fields,
     require,
+    require_choice,
     require_delayed,
     require_flags,
     require_parameters,
@@ -429,10 +430,8 @@ class NVFP4BlockScaling(Recipe):
         )
         require_parameters(self, QParams, "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
         for scope in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
-            value = getattr(self, scope)
-            require(name, scope, value, value in _SCOPES, " or ".join(map(repr, _SCOPES)))
-        mode = self.nvfp4_4over6_err_mode
-        require(name, "nvfp4_4over6_err_mode", mode, mode in ("MAE", "MSE"), "'MAE' or 'MSE'")
+            require_choice(self, scope, _SCOPES)
+        require_choice(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
         require(name, "fp4_format", self.fp4_format, self.fp4_format is Format.E2M1, "Format.E2M1")
         four = self.nvfp4_4over6
         require(

@@ -11,7 +11,8 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from te_core.errors import ArgumentError
-from te_core.spelling import FieldNameError, meant, name_error, nearest
+from te_core.naming import home_of
+from te_core.spelling import FieldNameError, choice_error, meant, name_error, nearest
 
 #: Keywords of older releases of the documented API.
 _OLDER = frozenset({"interval", "override_linear_precision"})
@@ -33,6 +34,12 @@ def require(recipe: str, name: str, value: object, ok: bool, allowed: str) -> No
 def is_whole(value: object) -> bool:
     """Whether it is an integer, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_choice(recipe: Any, name: str, allowed: Sequence[Any]) -> None:
+    """This field has one of these values."""
+    if getattr(recipe, name) not in allowed:
+        raise choice_error(type(recipe).__name__, name, getattr(recipe, name), allowed)
 
 
 def require_flags(recipe: Any, *names: str) -> None:
@@ -86,13 +93,9 @@ def require_delayed(recipe: Any) -> None:
     require_flags(recipe, "reduce_amax")
     length, algo, scale = recipe.amax_history_len, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
     require(name, "amax_history_len", length, is_whole(length) and length >= 1, "an integer >= 1")
-    require(
-        name,
-        "amax_compute_algo",
-        algo,
-        algo in ("max", "most_recent") or callable(algo),
-        "'max', 'most_recent' or a callable(history) -> amax",
-    )
+    algorithms = ("max", "most_recent")
+    if algo not in algorithms and not callable(algo):
+        raise choice_error(name, "amax_compute_algo", algo, algorithms, also="a callable(history) -> amax")
     require(
         name,
         "scaling_factor_compute_algo",
@@ -104,16 +107,20 @@ def require_delayed(recipe: Any) -> None:
 
 def check_common(recipe: Any, formats: Sequence[Enum], overrides: Sequence[str | None]) -> None:
     """What every recipe has: one of these formats and overrides, and the flags of attention."""
-    name = type(recipe).__name__
     require_format(recipe, formats)
     require_flags(recipe, "fp8_dpa", "fp8_mha")
-    require(
-        name,
-        "backward_override",
-        recipe.backward_override,
-        recipe.backward_override in overrides,
-        " or ".join(map(repr, overrides)),
-    )
+    require_choice(recipe, "backward_override", overrides)
+
+
+def documented(recipe: Any) -> Any:
+    """The recipe in the documented class below its own: a file that names a program's class loads only beside that."""
+    above = (cls for cls in type(recipe).__mro__ if home_of(cls) == "te_core.recipe")
+    kind: Any = next((cls for cls in above if "__dataclass_fields__" in vars(cls)), type(recipe))
+    if type(recipe) is kind:
+        return recipe
+    found = kind.__new__(kind)
+    vars(found).update({name: getattr(recipe, name) for name in kind.__dataclass_fields__})
+    return found
 
 
 def named_by_its_fields(cls: type[_R]) -> type[_R]:

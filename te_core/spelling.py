@@ -33,6 +33,37 @@ def meant(names: Iterable[str], known: Iterable[str], alike: float = 0.6) -> str
     return f" (did you mean {', '.join(found)}?)" if found else ""
 
 
+#: What choices are called elsewhere.
+_ELSEWHERE = {
+    "swish": "silu",
+    "quick_gelu": "qgelu",
+    "gelu_new": "gelu",
+    "gelu_tanh": "gelu",
+    "relu2": "srelu",
+    "none": "no_mask",
+}
+
+
+def choice_error(
+    operation: str,
+    name: str,
+    value: Any,
+    allowed: Iterable[Any],
+    error: Callable[..., Any] = ArgumentError,
+    *,
+    also: str = "",
+) -> Any:
+    """The error for a choice that is none of those allowed; `name` is the argument as the caller wrote it.
+
+    `error` makes it, of an error's four parts. `also`: what is allowed beside the choices, in words.
+    """
+    allowed = list(allowed)
+    words = [one for one in allowed if isinstance(one, str)]
+    near = meant([_ELSEWHERE.get(value, value)], words) if isinstance(value, str) else ""
+    *listed, last = [*map(repr, allowed), *([also] if also else [])]
+    return error(operation, f"{name}={value!r}{near}", f"{', '.join(listed)} or {last}", "choose one of these")
+
+
 def name_error(operation: str, given: Mapping[str, Any], known: Iterable[str]) -> ArgumentNameError:
     """The error for keywords that `operation` does not have."""
     known = list(known)

@@ -11,6 +11,7 @@ import numpy as np
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
+from te_core.spelling import choice_error
 
 _T = TypeVar("_T")
 
@@ -29,7 +30,7 @@ class Device:
         found = cls._known.get((kind, index))
         if found is None:
             if kind not in ("cpu", "cuda", "meta"):
-                raise ArgumentError("Device", repr(kind), "'cpu', 'cuda', 'meta'", "name one of these kinds")
+                raise choice_error("Device", "kind", kind, ("cpu", "cuda", "meta"))
             found = super().__new__(cls)
             found.kind, found.index, found._kept = kind, index, {}
             found = cls._known.setdefault((kind, index), found)

@@ -69,6 +69,9 @@ class Layer:
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
     plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
     slots: Slots | None = None  # of what comes and goes quantized
+    #: Of a graph, by its spec: (all nodes that have a backward, for each input those through which its gradient goes).
+    #: Where fewer than all are asked for, its backward takes `nodes`.
+    reach: Callable[[Any], tuple[frozenset[int], Sequence[frozenset[int]]]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained

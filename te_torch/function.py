@@ -327,14 +327,16 @@ class _Eager(torch.autograd.Function):
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
         given = complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
-        scales = None
+        scales, options, running = None, call.options, state
+        if call.layer.reach is not None and (nodes := _reached(ctx, *call.layer.reach(call.spec))) is not None:
+            options = {**options, "nodes": nodes}
+            running = state and scaling.States([state.each[i] for i in nodes])
         if state is not None:
             scales = state.backward_scales()
-            updates.ran_backward(state, ctx.within)
-        options = call.options
+            updates.ran_backward(running, ctx.within)
         release = call.layer.releases and _frees_saved and not _keep_graph()
         if extra is not None:
-            options = _options_with(extra, call, ctx.weights)
+            options = {**options, **_options_with(extra, call, ctx.weights)}
         found = call.backward.find(rt, (*given, *kept), scales, options, release)
         if found is not None:
             if release:
@@ -357,6 +359,27 @@ class _Eager(torch.autograd.Function):
         if state is not None and slots is not None:
             handovers.note(scaling.BACKWARD, state, given, slots.grad_output, gradients[0], slots.grad_input)
         return _as_returned(ctx, gradients, options)
+
+
+def _reached(ctx: Any, all_nodes: frozenset[int], of_inputs: Sequence[frozenset[int]]) -> tuple[int, ...] | None:
+    """Which nodes of a graph this backward is asked for: autograd.grad and backward(inputs=...) name tensors. None is
+    all."""
+    found: frozenset[int] = frozenset()
+    functions = iter([node for node, _ in ctx.next_functions if node is not None])
+    for nodes, needs in zip(of_inputs, ctx.needs_input_grad[1:], strict=True):
+        if needs and _runs(next(functions)):
+            found |= nodes
+            if found == all_nodes:
+                return None
+    return tuple(sorted(found))
+
+
+def _runs(node: Any) -> bool:
+    """Whether the gradient that goes to this node is asked for."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # so torch answers of a leaf that autograd.grad is asked for, and outside of its engine
+        return True
 
 
 def _on_boundary(t: Any, whole: bool) -> Any:

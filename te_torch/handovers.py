@@ -35,7 +35,7 @@ def note(direction: int, state: Any, came: Iterable[Any], its: int, went: Any, c
         if giver is not None and giver.scale_fwd.device == own.scale_fwd.device:
             _join(giver, memory.giver[1], own, its, direction)
     if isinstance(went, QuantizedTorch):
-        went._memory.giver = own.token, column  # type: ignore[attr-defined]
+        went._memory.giver = own.token, column
 
 
 def _join(giver: ScalingState, column: int, receiver: ScalingState, its: int, direction: int) -> None:

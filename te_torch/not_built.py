@@ -82,7 +82,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "pytorch.utils": {
         "combine_tensors": "torch.stack",
         "is_non_tn_fp8_gemm_supported": "nothing: orientations are made as a GEMM reads them",
-        "make_weak_ref": "weakref.ref, or tensor.detach()",
         "mark_grouped_tensor": _GROUPED,
         "split_tensor_along_dim": "torch.split",
     },
@@ -176,7 +175,7 @@ MODULES: Mapping[str, tuple[str, str]] = {
 #: Other top packages that belong to the documented one.
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "transformer_engine_torch": (
-        "the backend's functions and enums (`tex`), but for DType",
+        "the backend's functions and enums (`tex`), but for DType and thd_get_partitioned_indices",
         "te_core.ops; enums in te.constants",
     ),
     "nvdlfw_inspect": ("api, base, logging, registry, utils", "pip install nvdlfw-inspect (the extra `debug`)"),

@@ -13,6 +13,7 @@ class QuantizedTorch(torch.Tensor):
     """What every quantized tensor class is, for those who have to tell one from a plain tensor."""
 
     _core_facts: Any
+    _memory: Any
     _quantizer: Any
     # What the storage beside it in a concrete class gives.
     _dense_values: Any

@@ -48,7 +48,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     check: Callable[..., bool] = guards.TensorGuards(*of, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if len(each) == len(tensors):
         return check
-    choose, twice = _chosen(each), [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
+    choose, twice = chosen(each), [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
 
     def check_each(*others: torch.Tensor) -> bool:
         return all([others[i] is others[j] for i, j in twice]) and check(*choose(others))
@@ -67,7 +67,7 @@ class Replay:
         self._era, self._of = taped.era, (rt.device, rt.joins, rt.alignment)
         self._kinds, self._release = [*map(type, tensors)], release
         plain = [i for i, kind in enumerate(self._kinds) if kind in _PLAIN]
-        self._choose = _chosen(plain)
+        self._choose = chosen(plain)
         self._alike = alike(self._choose(tensors))
         #: Of each quantized tensor, the last first: which argument it is, and how many plain ones come before it.
         self._quantized = tuple(
@@ -101,7 +101,7 @@ class Replay:
                 if known is None:  # it has to be looked at anew
                     return None
                 at[place:place], held[place:place] = known.at, [t] * len(known.at)
-                seen.append(known.number)
+                seen += (known.number, t.dtype)
                 wholes.insert(0, t)
             for one in scales if scales.__class__ is tuple else (scales,):  # those of several parts
                 if one is not None:
@@ -201,7 +201,7 @@ def _is_plain(t: Any) -> bool:
     return t.__class__ in _PLAIN and t.is_contiguous() and not t.is_neg()
 
 
-def _chosen(where: list[int]) -> Any:
+def chosen(where: list[int]) -> Any:
     """Chooses these of a sequence, in one call in C."""
     if len(where) > 1:
         return itemgetter(*where)
@@ -228,7 +228,7 @@ class _Made:
 
     def __init__(self, leaves: Sequence[Any], tape: Tape, of_caller: bool = True) -> None:
         first = 0 if of_caller else tape.inputs  # what is the caller's own may have to stay as it is
-        self.choose = _chosen([leaf[0] if leaf else -1 for leaf in leaves])  # the last one held is None
+        self.choose = chosen([leaf[0] if leaf else -1 for leaf in leaves])  # the last one held is None
         self.others = [
             (i, *leaf)
             for i, leaf in enumerate(leaves)

@@ -25,6 +25,7 @@ from te_core.errors import ArgumentError
 from te_core.ops.quantize import ScalingState as CoreState
 from te_core.precision import Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
+from te_core.recipe_fields import documented
 from te_torch.runtime import to_core, to_core_shape
 
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
@@ -74,7 +75,9 @@ class ScalingState(torch.nn.Module):
     #: False: it was made beside that of another module, whose compiled code this one may run too, and nothing ran yet.
     in_use = True
 
-    updated = False  # its maxima have made scales
+    #: Until the module runs or maxima make scales: the margin with which the scale of a weight held quantized starts
+    #: anew, whatever is written to it. A copy of a module that has not run has not run either.
+    begins: int | None = None
     receives = False  # updates of other states write its histories
 
     def __init__(self, gemms: int, history_length: int, device: torch.device) -> None:
@@ -123,7 +126,7 @@ class ScalingState(torch.nn.Module):
             self._views, self._core = None, {}
         derived = "token layout receivers receives precision _views _places _core update_plans seen_version told due"
         kept = {k: v for k, v in self.__dict__.items() if k not in derived.split()}
-        return {**kept, "group": None}
+        return {**kept, "group": None, "recipe": None if self.recipe is None else documented(self.recipe)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -141,7 +141,7 @@ def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[Any],
         precision = state.precision
         if precision is None:  # another thread runs the module in another recipe from now on
             continue
-        state.updated = True  # here, where each state comes once
+        state.begins = None  # here, where each state comes once
         rule = precision.history
         assert rule is not None
         if state.scale_fwd.is_meta:  # nothing was computed

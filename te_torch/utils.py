@@ -22,6 +22,7 @@ __all__ = [
     "canonicalize_process_group", "cast_if_needed", "check_dim_for_fp8_exec", "clear_tensor_data",
     "deinterleave_glu_tensor", "divide", "ensure_divisibility", "get_default_init_method", "get_sm_count",
     "gpu_autocast_ctx", "init_method_constant", "init_method_normal", "interleave_glu_tensor", "is_bf16_compatible",
+    "make_weak_ref",
     "nvtx_range_pop", "nvtx_range_push", "round_up_to_nearest_multiple", "scaled_init_method_normal",
     "torch_get_autocast_gpu_dtype",
 ]  # fmt: skip
@@ -54,6 +55,22 @@ def get_default_init_method() -> Init:
 def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     """The scores, -10000 where the mask is True: a `mask_func` of FusedScaleMaskSoftmax."""
     return attention_scores.masked_fill(attention_mask, -10000.0)
+
+
+def make_weak_ref(x: Any) -> Any:
+    """The same tuples, lists, dictionaries and values, with tensors on a GPU that do not keep their memory alive.
+
+    For buffers of a CUDA graph, whose pool keeps the memory. A tensor on the CPU stays itself.
+    """
+    if isinstance(x, torch.Tensor):
+        if not x.is_cuda:
+            return x
+        storage: Any = x.untyped_storage()
+        weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
+        return x.new_empty(0).set_(weak, x.storage_offset(), x.shape, x.stride())
+    if isinstance(x, dict):
+        return {key: make_weak_ref(value) for key, value in x.items()}
+    return type(x)(map(make_weak_ref, x)) if type(x) in (tuple, list) else x
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

@@ -65,6 +65,16 @@ def check_model(operation: str, model: Any) -> None:
         raise ArgumentError(operation, f"a model of type {type(model).__name__}", "a torch.nn.Module", "pass the model")
 
 
+def integer(operation: str, name: str, value: Any) -> int:
+    """An integer: Python's, NumPy's, or one in a tensor, for which the host waits if it is on a GPU."""
+    try:
+        if not isinstance(value, bool):
+            return index(value)
+    except TypeError:
+        pass
+    raise ArgumentError(operation, f"{name}={value!r}", "an integer", f"correct {name}")
+
+
 def splits_of(operation: str, m_splits: Any) -> list[int]:
     """The rows of each group, on the host."""
     if isinstance(m_splits, torch.Tensor):

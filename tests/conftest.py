@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -76,6 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="also run the complete matrices (marked `full`)")
     group.addoption("--more", action="store_true", help="also run what is heavy (marked `more`; `make test-more`)")
     group.addoption("--shard", type=_shard, metavar="I/N", help="run the I-th of N parts of the suite")
+    group.addoption("--also", metavar="FILE", help="beside the shard, the files, tests and cases that its lines name")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -121,11 +123,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark for mark in ("full", "more") if not config.getoption(f"--{mark}") and mark not in config.getoption("-m")
     ]
     part, parts = config.getoption("--shard") or (1, 1)
+    also = set(Path(config.getoption("--also")).read_text().splitlines()) if config.getoption("--also") else set()
     # By name and not by position, so that a test's shard does not depend on which others exist.
     keep = [
         item
         for item in items
-        if zlib.crc32(item.nodeid.encode()) % parts == part - 1
+        if (zlib.crc32(item.nodeid.encode()) % parts == part - 1 or not also.isdisjoint(_names(item)))
         and not any(item.get_closest_marker(mark) for mark in left_out)
     ]
     if len(keep) < len(items):
@@ -133,6 +136,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = keep
     _begin_with_long_ones(items)
+
+
+def _names(item: pytest.Item) -> set[str]:
+    """How `--also` may name a case: by its file, its test, or itself."""
+    file = item.nodeid.partition("::")[0]
+    return {file, f"{file}::{getattr(item, 'originalname', '')}", item.nodeid}
 
 
 def _begin_with_long_ones(items: list[pytest.Item]) -> None:

@@ -20,6 +20,7 @@ from te_core.layers.entries import Asked
 from te_core.layers.table import LAYERS
 from te_core.recipe import Recipe
 from te_core.runtime import ByteAllocator, Runtime
+from te_core.spelling import choice_error
 from te_core.tape.program_file import Program
 from te_core.tensor import CPU, Tensor, cuda_device
 
@@ -27,6 +28,7 @@ _TAKE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctyp
 _GIVE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _CPU = 1
 _OPEN = "te_layer_open"
+_DEEPEST = 8  # levels of lists and objects in options
 
 
 class Host:
@@ -67,7 +69,7 @@ class Opened:
 
     def __init__(self, host: Host, name: str, text: str | None) -> None:
         if name not in LAYERS:
-            raise ArgumentError(_OPEN, repr(name), ", ".join(LAYERS), "name one of these layers")
+            raise choice_error(_OPEN, "name", name, LAYERS)
         self.host, self.named, self.name = host, Named(LAYERS[name]), name
         if self.named.several:
             do = "call te_core.functional in Python"
@@ -163,15 +165,26 @@ class State:
 
 
 def _options(text: str | None) -> dict[str, Any]:
+    allowed, do = '{"option": value, ...}', "correct them"
     try:
         found = json.loads(text or "{}")
+        deep = _deeper(found, _DEEPEST)
     except ValueError as error:
-        raise ArgumentError(
-            _OPEN, f"options that are no JSON: {error}", '{"option": value, ...}', "correct them"
-        ) from None
+        raise ArgumentError(_OPEN, f"options that are no JSON: {error}", allowed, do) from None
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ArgumentError(_OPEN, f"options nested more than {_DEEPEST} deep", allowed, do)
     if not isinstance(found, dict):
-        raise ArgumentError(_OPEN, f"options = {text}", '{"option": value, ...}', "correct them")
+        raise ArgumentError(_OPEN, f"options = {text}", allowed, do)
     return found
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects stand in one another on more levels."""
+    if not isinstance(value, (dict, list)):
+        return False
+    return not levels or any(_deeper(v, levels - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def _recipe(said: Any) -> Recipe | None:

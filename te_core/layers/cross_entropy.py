@@ -56,7 +56,7 @@ class Loss(NamedTuple):
 
     losses: Tensor  # float32 [M]
     total: Tensor  # float32 [2]: theirs, and what a gradient of it is scaled by
-    facts: Tensor  # [M, FACTS] of this rank's classes
+    facts: Tensor  # [M, FACTS] of this rank's classes; of logits one row more, which has `total`
 
 
 class Gradients(NamedTuple):
@@ -78,8 +78,12 @@ def logits_forward(
     comm: Communicator | None = None,
 ) -> Loss:
     """The loss of logits [M, V]; of ranks' logits each has its V columns."""
-    facts = ops.loss_facts(rt, logits, target, terms=terms)
-    return Loss(*ops.loss_values(rt, _of_all(rt, facts, comm), target, terms=terms, total=total), facts)
+    rows = logits.shape[0]
+    kept = rt.empty((rows + 1, FACTS), dtypes.float32)  # in one piece: what a backward has to have
+    both = kept.reshape(-1).rows(rows * FACTS, rows * FACTS + 2)
+    facts = ops.loss_facts(rt, logits, target, terms=terms, out=kept.rows(0, rows))
+    values = ops.loss_values(rt, _of_all(rt, facts, comm), target, terms=terms, total=total, out=both)
+    return Loss(*values, kept)
 
 
 @explained
@@ -94,8 +98,8 @@ def logits_backward(
     out: Tensor | None = None,
     comm: Communicator | None = None,
 ) -> Tensor:
-    """The gradient of logits, in `out` if given; grad float32 [M], or [1] for all."""
-    known = _of_all(rt, facts, comm)
+    """The gradient of logits, in `out` if given; grad float32 [M], or [1] for all; facts: as the forward gave them."""
+    known = _of_all(rt, facts.rows(0, logits.shape[0]), comm)
     return ops.loss_gradient(rt, logits, target, terms=terms, known=known, grad=grad, out=out)[0]
 
 

@@ -12,6 +12,7 @@ from te_core.layers.linear import LinearSpec, Needs
 from te_core.layers.norm import NormSpec
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_core.precision import Precision
+from te_core.spelling import choice_error
 
 
 class Argument(NamedTuple):
@@ -149,5 +150,7 @@ class Layer:
         for name, value in found.items():
             option = self.options[name]
             if not option.allows(value):
+                if option.choices:
+                    raise choice_error(operation, name, value, option.choices + (None,) * option.none)
                 raise ArgumentError(operation, f"{name}={value!r}", option.said(), f"correct {name}")
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from inspect import signature, unwrap
 from math import prod
 from typing import Any, NamedTuple
@@ -99,6 +99,19 @@ class Graph:
             yield node, {"spec": node.spec, "scales": of_node, **share}
             product, row = product + node.products, row + node.rows
 
+    @cached_property
+    def reach(self) -> tuple[frozenset[int], tuple[frozenset[int], ...]]:
+        """(all nodes that have a backward, for each input those that its gradient goes through)."""
+        each = []
+        for name in self.inputs:
+            behind, through = {name}, []
+            for i, node in enumerate(self.nodes):
+                if node.wanted and not behind.isdisjoint(node.inputs):
+                    through.append(i)
+                    behind |= {*node.outputs} - {""}
+            each.append(frozenset(through))
+        return frozenset().union(*each), tuple(each)
+
     def made(self, node: Node, name: str) -> bool:
         """Whether the graph made the memory of this field of what a node saved: no caller's input stands there."""
         place = _places(node.layer.forward).get(name)
@@ -151,17 +164,18 @@ def backward(
     sinks: Sequence[Sink | None] = (),
     release: bool = False,
     comm: Communicator | Groups | None = None,
+    nodes: Sequence[int] | None = None,
 ) -> tuple[Value | None, ...]:
     """The gradients of the inputs, from those of the outputs and from what forward saved. With `release` nobody will
-    read `saved` again."""
+    read `saved` again. `nodes`: only these run (`Graph.reach`)."""
     *grads, saved = grads_and_saved
     lead = next(g.shape[:-1] for g in grads if g is not None)
     sums = _Sums(rt, dict(zip(spec.outputs, grads, strict=True)))
     del grads, grads_and_saved
-    shares = [*spec.shares({"scales": scales, "sinks": sinks})]  # type: ignore[dict-item]
-    for (node, options), kept in zip(reversed(shares), reversed(saved), strict=True):
+    shares = [*enumerate(spec.shares({"scales": scales, "sinks": sinks}))]  # type: ignore[dict-item]
+    for (i, (node, options)), kept in zip(reversed(shares), reversed(saved), strict=True):
         taken = [sums.take(name) for name in node.outputs]
-        if kept is None or taken[0] is None:
+        if kept is None or taken[0] is None or (nodes is not None and i not in nodes):
             continue
         if node.layer.releases:
             options["release"] = release

@@ -78,18 +78,19 @@ def loss_facts(rt: Runtime, logits: Tensor, target: Tensor, *, terms: LossTerms,
 
 
 def loss_values(
-    rt: Runtime, facts: Tensor, target: Tensor, *, terms: LossTerms, total: str = "sum"
+    rt: Runtime, facts: Tensor, target: Tensor, *, terms: LossTerms, total: str = "sum", out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(float32 [M], the loss of each row; float32 [2]: their total, and what a gradient of the total is scaled by).
 
-    facts: [ranks, M, FACTS], of all ranks. The order of the additions depends on M alone.
+    facts: [ranks, M, FACTS], of all ranks. The order of the additions depends on M alone. `out` receives the second.
     """
     op = "loss_values"
     _check_target(op, target)
     _check.one_of(op, "total", total, TOTALS)
     _check_known(op, facts, target.shape[0])
     _check.on_device(op, rt.device, facts, target)
-    losses, both = rt.empty(target.shape, dtypes.float32), rt.empty((2,), dtypes.float32)
+    _check.result(op, rt.device, "out", out, (2,), (dtypes.float32,))
+    losses, both = rt.empty(target.shape, dtypes.float32), rt.empty((2,), dtypes.float32) if out is None else out
     rt.backend.loss_values(rt, terms, total, facts, target, losses, both)
     return losses, both
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from te_core import dtypes
@@ -36,6 +38,17 @@ from te_core.tensor import Tensor
 MOMENTS = (*ACTIVATION_DTYPES, dtypes.float8_e4m3)
 #: What is stored divided by a scale: the largest stored value.
 LIMITS = {dtypes.float16: 65504 / 2, dtypes.float8_e4m3: 448.0}
+_SIGNED = ("dampening", "grad_scale")  # numbers of a step that may lie below 0
+
+
+def check_numbers(operation: str, **given: object) -> None:
+    """Refuse what a step cannot compute with: numbers by their names."""
+    for name, value in given.items():
+        low, bound = 0 if name not in _SIGNED else -inf, 1 if name.startswith("beta") else inf
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not number or not -inf < value < bound or value < low:  # type: ignore[operator]
+            allowed = "a finite number" + " >= 0" * (low == 0) + " and < 1" * (bound == 1)
+            raise ArgumentError(operation, f"{name}={value!r}", allowed, f"correct {name.partition('[')[0]}")
 
 
 class AdamTensors(NamedTuple):
@@ -64,6 +77,10 @@ class AdamRule:
     bias_correction: bool = True
     grad_scale: Tensor | None = None
     skip: Tensor | None = None  # four bytes [1]: nothing is changed where they are not zero
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
+        check_numbers("adam", **given, **({} if isinstance(self.lr, Tensor) else {"lr": self.lr}))
 
     def corrections(self, step: int) -> tuple[float, float]:
         """1 / (1 - beta^t) of both betas."""
@@ -116,7 +133,8 @@ def _check_rule(op: str, rt: Runtime, rule: AdamRule) -> None:
         if isinstance(given, Tensor):
             _one(op, rt, name, given, (dtypes.dtype(kind),))
     if not isinstance(rule.step, Tensor):
-        _check.require(rule.step >= 1, op, f"step={rule.step}", "steps from 1 on", "count the step before it")
+        counted = isinstance(rule.step, Integral) and rule.step >= 1
+        _check.require(counted, op, f"step={rule.step!r}", "steps from 1 on", "count the step before it")
     _one(op, rt, "grad_scale", rule.grad_scale, (dtypes.float32,))
     _one(op, rt, "skip", rule.skip, (dtypes.float32, dtypes.int32))
 
@@ -210,6 +228,10 @@ class SgdRule:
     first_run: bool = False
     decay_last: bool = False
     grad_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        names = ("lr", "momentum", "dampening", "weight_decay", "grad_scale")
+        check_numbers("sgd", **{name: getattr(self, name) for name in names})
 
 
 def sgd(rt: Runtime, tensors: Sequence[SgdTensors], rule: SgdRule) -> None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
-from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.runtime import Runtime
+from te_core.spelling import choice_error
 from te_core.tensor import Tensor
 
 #: Elements of a row; rows.
@@ -58,9 +58,7 @@ class SoftmaxOpSpec:
 def band_of(causal: str | None, left: int = -1, right: int = -1, bottom_right: bool = True) -> Band:
     """The band of "top_left" or "bottom_right" causality within a window, or of a window alone."""
     if causal not in _CAUSAL:
-        raise ArgumentError(
-            "softmax", f"causal={causal!r}", "None, 'top_left' or 'bottom_right'", "choose one of these"
-        )
+        raise choice_error("softmax", "causal", causal, _CAUSAL)
     found = _CAUSAL[causal]
     return Band(left, right, bottom_right) if found is None else Band(left, max(right, 0), found)
 

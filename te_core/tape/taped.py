@@ -16,10 +16,10 @@ from typing import Any
 
 from te_core import env
 from te_core.env import autotuning
-from te_core.errors import ArgumentError
 from te_core.plan_cache import PlanCache
 from te_core.precision import Operand
 from te_core.runtime import Runtime
+from te_core.spelling import choice_error
 from te_core.tape.recorder import record
 from te_core.tape.tape import Tape
 from te_core.tape.walk import INSPECTED, NotRecordedError, facts
@@ -78,7 +78,7 @@ def set_when(chosen: str | None) -> None:
     """Set it for the process; None asks the environment again."""
     global _when, era
     if chosen is not None and chosen not in WHEN:
-        raise ArgumentError("tapes", repr(chosen), " or ".join(WHEN), "choose one of these")
+        raise choice_error("tapes", "chosen", chosen, WHEN)
     _when, era = chosen, object()
 
 

@@ -50,7 +50,7 @@ from te_torch.attention.running import ready
 from te_torch.attention.score_mod import functions
 from te_torch.autocast import Now, active, precision_now
 from te_torch.base.module import BaseModule
-from te_torch.base.options import check_values
+from te_torch.base.options import check_values, window_of
 from te_torch.base.parallel import check_group, size_of
 from te_torch.base.plans import Prepared
 from te_torch.doors import either
@@ -143,7 +143,7 @@ class DotProductAttention(BaseModule):
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = d_qk, d_v
         self.softmax_scale = d_qk**-0.5 if softmax_scale is None else float(softmax_scale)
-        sizes = num_attention_heads // tp_size, groups // tp_size, d_qk, d_v
+        sizes = int(num_attention_heads) // tp_size, int(groups) // tp_size, int(d_qk), int(d_v)  # of NumPy, maybe
         weights = self.softmax_scale, softmax_type, float(attention_dropout)
         self._static = Static(*sizes, *weights, return_max_logit, self.layer_number, num_attention_heads)
         self._find_place()
@@ -284,7 +284,7 @@ class DotProductAttention(BaseModule):
             max_seqlen_q,
             max_seqlen_kv,
             mask_type,
-            window_size,
+            None if window_size is None else window_of(f"{OPERATION}.forward", window_size),
             bottom_right_diagonal,
             checkpoint_core_attention,
             core_attention_bias_type,
@@ -432,7 +432,7 @@ class DotProductAttention(BaseModule):
             form,
             CACHE_FORMAT if given.cached else form,
             self.attn_mask_type if given.attn_mask_type is None else given.attn_mask_type,
-            self._window if given.window_size is None else tuple(given.window_size),  # type: ignore[arg-type]
+            self._window if given.window_size is None else given.window_size,
             self.bottom_right_diagonal if given.bottom_right_diagonal is None else given.bottom_right_diagonal,
             given.core_attention_bias_type,
             given.max_seqlen_q or 0,

@@ -21,6 +21,7 @@ from te_core.attention import DIMENSIONS, FORMATS
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import KVCache
 from te_core.ops import raw as ops
+from te_core.spelling import choice_error
 from te_torch.attention.kv_cache import (
     CACHE_FORMAT,
     DeviceCacheManager,
@@ -114,7 +115,7 @@ class InferenceParams(NamedOptions):
             allowed = "all three of them (or only max_batch_size and max_sequence_length, the older form)"
             raise _wrong(f"num_heads_kv, head_dim_k, dtype = {sizes}", allowed, "pass all three")
         if qkv_format not in FORMATS:
-            raise _wrong(f"qkv_format={qkv_format!r}", " or ".join(FORMATS), "choose one of these")
+            raise choice_error("InferenceParams", "qkv_format", qkv_format, FORMATS, AttentionArgumentError)
         if qkv_format == "thd" and (self.max_ctx_len is None or self.is_older_form):
             got, do = f"'thd' with max_ctx_len={self.max_ctx_len}", "pass max_ctx_len, and the sizes of the cache"
             raise _wrong(f"qkv_format={got}", "the longest context of a new sequence", do)

@@ -10,6 +10,7 @@ import torch
 from te_core.attention import FORMATS
 from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec
+from te_core.spelling import choice_error
 
 _wrong = partial(ArgumentError, "DotProductAttention")
 
@@ -108,7 +109,7 @@ def get_qkv_layout(
     A tensor whose last stride is not 1 is copied first. With inference_params k and v come from a cache (bshd).
     """
     if qkv_format not in FORMATS:
-        raise ArgumentError("get_qkv_layout", f"qkv_format={qkv_format!r}", ", ".join(FORMATS), "choose one of these")
+        raise choice_error("get_qkv_layout", "qkv_format", qkv_format, FORMATS)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if inference_params is not None:
         layout = f"{qkv_format}_bshd_bshd"

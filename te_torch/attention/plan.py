@@ -21,10 +21,11 @@ from te_core.layers.attention_fp8 import row_widths
 from te_core.layers.context.rules import Cut, check
 from te_core.layers.context.schedule import Context, Load, schedule
 from te_core.layers.meeting import facts_of, words
+from te_core.spelling import choice_error
 from te_torch.attention import choose, env
 from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
 from te_torch.runtime import FLOATS, TO_CORE, nested
-from te_torch.values import is_flag
+from te_torch.values import is_flag, is_size
 
 OPERATION = "DotProductAttention"
 wrong = partial(AttentionArgumentError, OPERATION)
@@ -319,19 +320,23 @@ def checked_widths(
     heads: int, groups: int, channels: Any, tp_size: int, attention_type: str, softmax_type: str, dropout: float
 ) -> tuple[int, int]:
     """(d_qk, d_v) of what the constructor of DotProductAttention was given, if all of it is right."""
-    widths = (channels, channels) if isinstance(channels, int) else tuple(channels)
+    widths = (channels, channels) if is_size(channels) else tuple(channels)
     given = f"num_attention_heads={heads}, num_gqa_groups={groups}"
     split = f"{heads} heads and {groups} groups over tp_size={tp_size}"
     for right, got, allowed in (
         (heads % groups == 0, given, f"groups that divide the heads: {divisors(heads, groups)}"),
         (len(widths) == 2 and min(widths) > 0, f"kv_channels={channels}", "one width, or two: of q and k, of v"),
         (heads % tp_size == 0 and groups % tp_size == 0, split, "multiples of tp_size"),
-        (attention_type in ("self", "cross"), f"attention_type={attention_type!r}", "'self' or 'cross'"),
-        (softmax_type in SOFTMAX, f"softmax_type={softmax_type!r}", ", ".join(SOFTMAX)),
         (0 <= dropout <= 1, f"attention_dropout={dropout}", "0 <= p <= 1"),
     ):
         if not right:
             raise wrong(got, allowed, "correct the constructor's arguments")
+    for name, choice, choices in (
+        ("attention_type", attention_type, ("self", "cross")),
+        ("softmax_type", softmax_type, SOFTMAX),
+    ):
+        if choice not in choices:
+            raise choice_error(OPERATION, name, choice, choices, lambda _, *parts: wrong(*parts))
     d_qk, d_v = widths
     return d_qk, d_v
 
@@ -349,7 +354,7 @@ def _check_names(key: Key) -> None:
         ("core_attention_bias_type", key.bias_type, BIASES),
     ):
         if value not in allowed:
-            raise wrong(f"{name}={value!r}", ", ".join(map(str, allowed)), "choose one of these")
+            raise choice_error(OPERATION, name, value, allowed, lambda _, *parts: wrong(*parts))
     for name, flag in (("bottom_right_diagonal", key.bottom_right), ("checkpoint_core_attention", key.checkpoint)):
         if flag is not None and not is_flag(flag):
             raise wrong(f"{name}={flag!r}", "True or False", f"correct {name}")

@@ -14,6 +14,7 @@ import torch
 from te_core.attention import DIMENSIONS, FORMATS
 from te_core.errors import ArgumentError
 from te_core.layers import rope as core
+from te_core.spelling import choice_error
 from te_torch.attention import exported_rope as exported
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.base.options import check_values
@@ -299,7 +300,7 @@ def _check_shapes(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:
 def _check_heads(operation: str, t: torch.Tensor, fmt: str) -> None:
     """Heads are in a known format and in high precision."""
     if fmt not in FORMATS:
-        raise ArgumentError(operation, f"tensor_format {fmt!r}", "sbhd, bshd or thd", "choose one of these")
+        raise choice_error(operation, "tensor_format", fmt, FORMATS)
     if t.is_nested:
         raise nested(operation)
     if isinstance(t, QuantizedTorch):

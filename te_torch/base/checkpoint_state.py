@@ -16,14 +16,14 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.precision import Precision
-from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
+from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.base.extra_state import read_extra_state, write_extra_state
-from te_torch.base.quantized_init import set_own_scale
 from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS, default_device
 from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState, require_usable
+from te_torch.tensors.scales import own_scale
 from te_torch.values import check_model
 
 _ENTRY = "_extra_state"
@@ -85,6 +85,7 @@ def _adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, err
             module.fp8_state.resize_history(length, direction, quiet=True)  # type: ignore[operator,union-attr]
     scales = state_dict.get(keys["scale_fwd"])
     mine = module.fp8_state.scale_fwd  # type: ignore[union-attr]
+    runs = runs and _has_run(scales, state_dict.get(keys["amax_history_fwd"]))
     if getattr(module, "_primary", False) and isinstance(scales, torch.Tensor) and scales.shape == mine.shape:
         # Plain values for a quantized weight are quantized as they are copied, which is before the state is loaded.
         module._link_weights(module.fp8_state, runs)  # type: ignore[operator]
@@ -116,6 +117,14 @@ class WithExtraState(OrderedDict[str, Any]):
         return OrderedDict, (), {"_metadata": self._metadata}, None, iter(self.items())
 
 
+def _has_run(scales: Any, history: Any) -> bool:
+    """Whether a checkpoint is of a module that has run: there are maxima of inputs, not of weights alone."""
+    if type(scales) is not torch.Tensor or type(history) is not torch.Tensor or scales.is_meta or history.is_meta:
+        return True
+    inputs = [slot for slot in range(len(scales)) if slot % FORWARD_SLOTS != WEIGHT]
+    return bool((scales[inputs] != 1).any() or history[:, inputs].any())
+
+
 def _start_from_weights(module: Any, state_dict: dict[str, Any], prefix: str, scales: torch.Tensor) -> None:
     """Scales for the values that weights held quantized by delayed scaling are about to take."""
     for gemm, name in enumerate(module._weight_names() if getattr(module, "_primary", False) else ()):
@@ -126,7 +135,8 @@ def _start_from_weights(module: Any, state_dict: dict[str, Any], prefix: str, sc
         if rule is not None and rule.scaling == "delayed" and plain:
             precision = module.fp8_state.precision
             margin = 0 if precision is None else precision.history.margin
-            set_own_scale(scales, gemm, values.detach(), rule, margin)  # type: ignore[union-attr]
+            at = FORWARD_SLOTS * gemm + WEIGHT
+            scales[at] = own_scale(values.detach(), rule.dtype.max, margin, scales[at])  # type: ignore[union-attr]
 
 
 def _take(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> Any:

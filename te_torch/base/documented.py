@@ -12,7 +12,8 @@ import torch
 from te_core.layers.linear import LinearSpec
 from te_core.precision import Operand, Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
-from te_core.recipe import DelayedScaling
+from te_core.recipe import DelayedScaling, Recipe
+from te_core.recipe_fields import documented
 from te_torch.autocast import active
 from te_torch.base.quantized_init import point
 from te_torch.compiled_runs import last_compiled
@@ -34,7 +35,7 @@ class ScalingMeta(NamedTuple):
 class _Meta(dict[str, Any]):
     """`fp8_meta`, made for each reader. What a program sets stays as long as the module knows nothing of that name.
 
-    Megatron-core sets the recipe of an entry that it has read (`write_extra_state`), and asks for its class.
+    Megatron-core sets the recipe of an entry that it has read (`write_extra_state`), asks for its class and pickles it.
     """
 
     module: Any = None  # once it is made
@@ -42,6 +43,8 @@ class _Meta(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "recipe" and isinstance(value, dict):
             value = DelayedScaling(**value)
+        elif isinstance(value, Recipe):
+            value = documented(value)
         super().__setitem__(name, value)
         if self.module is not None:
             self.module.__dict__.setdefault("_given_meta", {})[name] = value

@@ -2,8 +2,8 @@
 
 Such an entry is a pickle, which is a program. This reads the few instructions that an honest one consists of: they
 make dictionaries, numbers and strings, and tensors out of bytes that the entry itself holds. A global is looked up in
-the two tables below and nowhere else; a recipe or an enum becomes an inert mark. Nothing is imported, called, set or
-unpickled. All else is refused.
+the tables below and nowhere else; a recipe or an enum becomes an inert mark, and so does a recipe of a class that the
+program has imported. Nothing is imported, called, set or unpickled. All else is refused.
 
 Time and memory grow with the entry's size and nothing that it says: only the memory of the four tensors is read, sizes
 are compared with what is there before, and no byte counts twice.
@@ -15,15 +15,18 @@ import io
 import pickle
 import pickletools
 import struct
+import sys
 import zipfile
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from te_core.errors import ArgumentError
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
+from te_core.recipe import Recipe
 
 KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
@@ -117,8 +120,10 @@ def read_extra_state(entry: Any, key: str = "_extra_state") -> dict[str, torch.T
     raise ArgumentError(
         "load_state_dict",
         f"{key} that cannot be read safely ({reason})",
-        "an _extra_state that is absent, None, empty, or holds delayed-scaling tensors, numbers and documented recipes",
-        f"delete {key!r} from the checkpoint to start its scales anew, or put the four tensors under fp8_state",
+        "an _extra_state that is absent, None, empty, or holds delayed-scaling tensors, numbers, recipes of classes "
+        "that are documented or imported",
+        f"delete {key!r} from the checkpoint to start its scales anew, put the four tensors under fp8_state, or import "
+        "what defines a recipe of yours",
     ) from cause
 
 
@@ -289,6 +294,14 @@ def _rebuilt(arguments: tuple[Any, ...]) -> _Tensor:
     return _Tensor(storage, offset, size, stride)
 
 
+def _imported_recipe(module: str, name: str) -> bool:
+    """Whether a class of recipes goes by this name in a module that the program has imported."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
+    return isinstance(found, type) and issubclass(found, Recipe)
+
+
 class _Reader:
     """Reads one pickle from a file. `storages`: where persistent ids may name memory, and what they named."""
 
@@ -361,9 +374,12 @@ class _Reader:
             target[key] = value
 
     def _global(self, module: Any, name: Any) -> None:
-        if type(module) is not str or type(name) is not str or (module, name) not in _GLOBALS:
-            what = f"{module}.{name}"[:100] if type(module) is type(name) is str else "without a name"
-            raise _RefusedError(f"the global {what}")
+        if type(module) is not str or type(name) is not str:
+            raise _RefusedError("the global without a name")
+        if (module, name) not in _GLOBALS:
+            if not _imported_recipe(module, name):
+                raise _RefusedError(f"the global {f'{module}.{name}'[:100]}")
+            module, name = _RECIPES, "Recipe"
         self.stack.append(_Name(module, name))
 
     def _call(self, _: None) -> None:

@@ -10,7 +10,7 @@ themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from te_torch.base.plans import Plan, Prepared, state_of
 from te_torch.calls import Layer, register
 from te_torch.function import Extra, apply
 from te_torch.noting import Noted, Notes, Of
-from te_torch.replays import alike
+from te_torch.replays import alike, chosen
 from te_torch.reruns import in_backward, may_run_again
 from te_torch.state import ScalingState, States
 
@@ -59,7 +59,9 @@ def _weights(spec: Graph) -> tuple[int, ...]:
     return tuple(spec.inputs.index(node.inputs[i]) for node in spec.nodes for i in node.layer.weights)
 
 
-GRAPH = Layer("graph", _forward, _backward, lambda *saved: saved, weights=_weights, releases=True)
+GRAPH = Layer(
+    "graph", _forward, _backward, lambda *saved: saved, weights=_weights, releases=True, reach=attrgetter("reach")
+)
 
 
 # ---------------------------------------------------------------------------------------------- what the parts ran
@@ -160,8 +162,10 @@ class _Values:
                 return None, None
             shapes = _shapes(tuple(before.shape), tuple(t.shape))
             return self.names[id(before)], shapes if shapes[0] != shapes[1] else None
-        if isinstance(source, Of) and not all(name in source.unit._parameters for name in source.names):
-            return None, None  # something stands in a parameter's place
+        if isinstance(source, Of):
+            known = source.unit._parameters.keys() | source.unit._buffers.keys()
+            if not known.issuperset(source.names):  # a hook computes what stands in a parameter's place
+                return None, None
         return self._enters(t, source), None
 
 
@@ -184,17 +188,24 @@ def _shapes(of: tuple[int, ...], to: tuple[int, ...]) -> tuple[tuple[int, ...], 
 
 
 def parts_of(module: Any) -> list[Any] | None:
-    """The module's parts, itself left out; None if one of them is not as our own class has it."""
+    """The module's parts, itself left out; None if one of them is not as our own class was made."""
     found = [part for part in module.modules() if part is not module and not isinstance(part, ScalingState)]
     for part in found:
-        kind = type(part)
-        if not kind.__module__.startswith("te_torch.") or {"forward", "_compiled_call_impl"} & part.__dict__.keys():
+        kind: Any = type(part)
+        if not kind.__module__.startswith("te_torch.") or getattr(kind, "as_made", None) != _calls_of(kind):
+            return None
+        if {"forward", "_compiled_call_impl"} & part.__dict__.keys():
             return None
     return found
 
 
 # ------------------------------------------------------------------------------------------------------ the plan
 
+_version_of, _inspector_of, _calls_of = (
+    attrgetter("_version"),
+    attrgetter("inspector"),
+    attrgetter("forward", "__call__"),
+)
 _GLOBAL_HOOKS = (
     hooks._global_forward_hooks,
     hooks._global_forward_pre_hooks,
@@ -211,42 +222,52 @@ class GraphPlan(Plan):
     """The plan of a module that runs as one: nothing of its parts may have changed."""
 
     __slots__ = (
-        "_alike",
-        "_asked",
-        "_dicts",
-        "_hooks",
-        "_inner",
-        "_large",
-        "_lasts",
-        "_own",
-        "_parts",
-        "_versions",
-        "_watched",
-    )
+        "_alike", "_calls", "_hooks", "_inner", "_kinds", "_large", "_lasts", "_modules", "_there", "_versioned",
+        "_versions", "_watched",
+    )  # fmt: skip
 
     def __init__(
         self, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
     ) -> None:
         parts = parts_of(unit)
         assert parts is not None
-        self._parts, self._versions = parts, [part._version for part in parts if hasattr(part, "_version")]
-        #: The parts of parts, in the dictionaries where they stand. (The module's own would hold the module.)
-        blocks = [part for part in parts if any(child in parts for child in part.children())]
-        self._own, self._inner = (*unit._modules.values(),), [(b._modules, (*b._modules.values(),)) for b in blocks]
+        self._versioned, self._versions = parts, [*map(_version_of, parts)]
+        self._kinds = [*dict.fromkeys(map(type, parts))]
+        self._calls = [*map(_calls_of, self._kinds)]
+        #: The dictionaries in which parts of parts stand, and all modules that stand there or in the module's own.
+        self._inner = [part._modules for part in parts if any(child in parts for child in part.children())]
+        self._modules = self._all_modules(unit)
         self._hooks = [*_GLOBAL_HOOKS, *[getattr(part, name) for part in parts for name in _OF_PARTS]]
         self._watched = [part for part in parts if hasattr(part, "inspector")]
-        with_plans = [part for part in parts if getattr(part, "_plans", ())]
+        with_plans = [part for part in parts if part._plans]
         self._lasts = [(part.__dict__, dict(part._plans[0].last)) for part in with_plans]
         super().__init__(unit, prepared, inputs, options, now)
         self.last = ()
         #: Of each node: the module, which of its weights have an `_extra`, how many it has, `is_first_microbatch`.
         self._parts_ask = [(n.unit, n.weights, len(n.call.weights), n.first_microbatch) for n in prepared.noted]
         self._weights = [name for n in prepared.noted for name in n.weights]
+        self._dtypes = [prepared.tensors[i].dtype for i in (0, *self.call.weights)]
         pool = self._pool(unit, inputs)
         self._made(pool)
-        self._alike = alike([*filter(_is_there, self._order(pool))])
+        tensors = self._order(pool)
+        self._there = chosen([i for i, t in enumerate(tensors) if t is not None])
+        self._alike = alike(self._there(tensors))
         size = sum(t.numel() * t.element_size() for t in prepared.tensors[len(inputs) :] if t is not None)
         self._large = size > _SMALL
+
+    @classmethod
+    def of(
+        cls, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
+    ) -> Plan | None:
+        """The plan of this call; None where hooks ran in it: they may have frozen or unfrozen what a part had read."""
+        found = super().of(unit, prepared, inputs, options, now)
+        return None if isinstance(found, GraphPlan) and any(found._hooks) else found
+
+    def _all_modules(self, unit: Any) -> list[Any]:
+        found = [*unit._modules.values()]
+        for inner in self._inner:
+            found += inner.values()
+        return found
 
     def _rules(self, unit: Any, prepared: Prepared) -> Any:
         """The rule of each node's state."""
@@ -257,28 +278,20 @@ class GraphPlan(Plan):
             (part, s and s.precision) for part, s in zip([n.unit for n in prepared.noted], state.each, strict=True)
         )
 
-    def _found(self, names: list[Any], unit: Any) -> tuple[Any, ...]:
-        self._elsewhere = False
-        self._dicts = tuple(part._parameters for part, _ in names)
-        return tuple(name for _, name in names)
-
-    def _pool(self, unit: Any, inputs: Sequence[Any]) -> list[Any]:
-        return [*inputs, *map(dict.get, self._dicts, self._names), *self._samples, *self._joins, None]
-
     def run(self, unit: Any, inputs: Sequence[Any], options: tuple[Any, ...], now: Now) -> tuple[Any, ...] | None:
         """As any plan, if nothing of the parts has changed and nothing asks for them."""
-        own = unit._modules.values()
+        modules = self._all_modules(unit)
         if (
-            len(own) != len(self._own)
-            or not all(map(is_, own, self._own))
-            or not all([len(d) == len(each) and all(map(is_, d.values(), each)) for d, each in self._inner])
-            or [part._version for part in self._parts if hasattr(part, "_version")] != self._versions
-            or any([part.inspector for part in self._watched])
+            len(modules) != len(self._modules)
+            or not all(map(is_, modules, self._modules))
+            or [*map(_version_of, self._versioned)] != self._versions
+            or [*map(_calls_of, self._kinds)] != self._calls
+            or any(map(_inspector_of, self._watched))
             or any(self._hooks)
             or active.running is not None
             or in_backward()
             or may_run_again()
-            or (self._large and self._wants_parts())
+            or (self._large and self._wants_parts(unit))
         ):
             return None
         outputs = Plan.run(self, unit, inputs, options, now)
@@ -288,7 +301,7 @@ class GraphPlan(Plan):
         return outputs
 
     def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...], extra: Any) -> tuple[Any, ...] | None:
-        if not self._alike(*filter(_is_there, tensors)):
+        if not self._alike(*self._there(tensors)):
             return None
         tensors = self._with_draws(tensors, None)
         return apply(self.call, state, False, *tensors, extra=extra, caller=unit._token)
@@ -310,10 +323,10 @@ class GraphPlan(Plan):
         of_all = None if all([one is None for one in ready]) else ready
         return Extra(of_all, known.fused, known.first_microbatch, None, parameters=parameters)
 
-    def _wants_parts(self) -> bool:
+    def _wants_parts(self, unit: Any) -> bool:
         """Whether gradients are there already, or are used up as they arrive (an optimizer inside of backward)."""
-        parameters = [p for p in map(dict.get, self._dicts, self._names) if p is not None]
-        return any(p.grad is not None or p._post_accumulate_grad_hooks for p in parameters)
+        named = self._pool(unit, ())[: len(self._names)]
+        return any(p is None or (p.is_leaf and (p.grad is not None or p._post_accumulate_grad_hooks)) for p in named)
 
     def _state(self, unit: Any, region: Any, read: Any, recompute: bool) -> Any:
         states: list[Any] = []
@@ -323,7 +336,3 @@ class GraphPlan(Plan):
                 return None
             states.append(state)
         return States(states)
-
-
-def _is_there(t: torch.Tensor | None) -> bool:
-    return t is not None

@@ -30,6 +30,7 @@ from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
 from te_torch.precisions import (
     is_custom,
+    number_of_precision,
     number_of_several,
     part_of,
     precision_of,
@@ -37,7 +38,7 @@ from te_torch.precisions import (
     recipe_of,
     says_by_module,
 )
-from te_torch.runtime import amp_cast, amp_dtype, constant_at_trace, default_device, drawn
+from te_torch.runtime import amp_cast, amp_dtype, constant_at_trace, default_device, drawn, warn
 from te_torch.state import BACKWARD, FORWARD, ScalingState, make_state, make_states
 from te_torch.surroundings import check_surroundings, refuse_script_tracing
 from te_torch.tensors import QuantizerRole
@@ -82,7 +83,7 @@ class CallingModule(Unit):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without calls, which belong to this process."""
-        of_this = ("_calls", "_kind", "_last", "_nonfinite")
+        of_this = ("_calls", "_kind", "_last", "_nonfinite", "_ran_under")
         return {k: v for k, v in super().__getstate__().items() if k not in of_this}
 
     def _find_call(self, key: tuple[Any, ...]) -> Call | str:
@@ -94,8 +95,23 @@ class CallingModule(Unit):
             while len(self._calls) >= _MOST_CALLS:  # such as a fresh inspector, or a user's own function, in every step
                 drop_oldest(self._calls)
             found = self._calls[key] = self._new_call(*key)
+            self._tell_recipe(found)
         self.__dict__["_last"] = found  # Module.__setattr__ would cost a microsecond
         return found
+
+    def _tell_recipe(self, call: Call) -> None:
+        """Warn, as documented, of a recipe that is of another kind than the one that this module ran in before."""
+        precisions = [linear.precision for linear in call.layer.linears(call.spec) if linear.precision is not None]
+        recipe = recipe_of(number_of_precision(precisions[0], None)) if precisions else None
+        if recipe is None:
+            return
+        before, kind = self.__dict__.get("_ran_under"), type(recipe)
+        if before is not None and not (issubclass(kind, before) or issubclass(before, kind)):
+            text = (
+                f"Recipe type changed from {before.__name__} to {kind.__name__} in {type(self).__name__}{within(self)}"
+            )
+            warn(f"{text}: it quantizes otherwise from now on", UserWarning, 3)
+        self.__dict__["_ran_under"] = kind
 
     def _changed(self, name: str) -> None:
         if name[0] != "_" and name not in _KEYED:
@@ -273,7 +289,7 @@ class BaseModule(TensorParallel, CallingModule):
             return inp, precision, self._traced_state(inp.device, precision, region, collects), recompute  # type: ignore[return-value]
         rule: Any = precision_of(precision)
         if rule.history is None:
-            counts = counted(self, None, inp.device) if rule.check_finite else None
+            counts = counted(self, None, inp.device, recompute) if rule.check_finite else None
             return inp, precision, counts, recompute  # type: ignore[return-value]
         state: Any = self._modules["fp8_state"]  # a third of the cost of self.fp8_state
         if state is None or state.precision is not rule:
@@ -287,7 +303,7 @@ class BaseModule(TensorParallel, CallingModule):
         if read is not None:
             state = read.of_state(state, recompute)
         if rule.check_finite:
-            return inp, precision, counted(self, state, inp.device), recompute  # type: ignore[return-value]
+            return inp, precision, counted(self, state, inp.device, recompute), recompute  # type: ignore[return-value]
         return inp, precision, state, recompute
 
     def _state_to_export(self, precision: int) -> ScalingState | None:
@@ -431,6 +447,18 @@ class BaseModule(TensorParallel, CallingModule):
             begin(self)
         self._linked = state.layout if runs else 0
 
+    def _link_anew(self) -> None:
+        """The same of weights that have taken the place of others: of a copy's, too."""
+        self._linked = 0
+        if self._primary and (state := self._scaling()) is not None:
+            self._link_weights(state, runs=False)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As every module's."""
+        super().register_parameter(name, param)
+        if self.__dict__.get("_primary"):
+            self._link_anew()
+
     def _quantize_parameters(self) -> None:
         """Inside `quantized_model_init`: hold the GEMM weights as quantized tensors from now on."""
         if initialising():
@@ -450,9 +478,7 @@ class BaseModule(TensorParallel, CallingModule):
         super()._apply(fn, recurse)  # exchanges the contents of such parameters, attributes included
         for name, attributes in before.items():
             carry_over(attributes, self._parameters[name])  # type: ignore[arg-type]
-        self._linked = 0
-        if (state := self._scaling()) is not None:
-            self._link_weights(state, runs=False)
+        self._link_anew()
         return self
 
     @property
@@ -504,6 +530,7 @@ class BaseModule(TensorParallel, CallingModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._link_anew()
         if watching.new is not None:
             watching.new(self)
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from te_core.attention import FORMATS
-from te_core.errors import ArgumentError
 from te_core.ops.norm import KINDS as NORMS
 from te_core.ops.norm import MAX_ROW
+from te_core.spelling import choice_error
 from te_torch.parallel.symmetric import check_way
 from te_torch.runtime import FLOATS
 from te_torch.values import OptionError, is_flag, is_number, is_size
@@ -25,6 +27,7 @@ class _Rule(NamedTuple):
 
     takes: Callable[[Any], bool]
     allowed: str
+    choices: tuple[str, ...] = ()
 
 
 def _sizes(value: Any) -> bool:
@@ -41,7 +44,15 @@ def _dtype(value: Any) -> bool:
 
 
 def _window(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, int) for n in value)
+    return isinstance(value, Sequence | np.ndarray | torch.Tensor) and len(value) == 2 and all(map(_is_integer, value))
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _margins(value: Any) -> bool:
@@ -58,6 +69,10 @@ def _device(value: Any) -> bool:
     if device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:  # fake tensors stand in for a GPU
         return device.type in ("cpu", "meta", "cuda")
     return (device.index or 0) < torch.cuda.device_count()
+
+
+def _one_of(*choices: str) -> _Rule:
+    return _Rule(lambda value: value in choices, " or ".join(map(repr, choices)), choices)
 
 
 def _or_none(rule: _Rule) -> _Rule:
@@ -112,10 +127,8 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("init_method", "output_layer_init_method", "get_rng_state_tracker"), _CALLABLE),
     **dict.fromkeys(("window_size", "enc_dec_window_size"), _or_none(_Rule(_window, "two integers (left, right)"))),
     "hidden_size": _SIZE,
-    **dict.fromkeys(
-        ("qkv_format", "attn_input_format"), _Rule(lambda value: value in FORMATS, " or ".join(map(repr, FORMATS)))
-    ),
-    "normalization": _Rule(lambda value: value in NORMS, " or ".join(map(repr, NORMS))),
+    **dict.fromkeys(("qkv_format", "attn_input_format"), _one_of(*FORMATS)),
+    "normalization": _one_of(*NORMS),
     "softmax_scale": _or_none(_Rule(is_number, "a finite number")),
     "logit_softcap": _EPSILON,
     "sm_margin": _Rule(_margins, "an integer >= 0, or a dict of these for 'forward', 'backward' and 'inference'"),
@@ -162,8 +175,18 @@ def check_values(operation: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         rule = _OF.get((operation, name)) or _RULES.get(name)
         if rule is not None and not rule.takes(value):
+            if rule.choices:
+                raise choice_error(operation, name, value, rule.choices, OptionError)
             default = f", torch.get_default_dtype()={torch.get_default_dtype()}" if rule is _DTYPE and not value else ""
             raise OptionError(operation, f"{name}={value!r}{default}", rule.allowed, f"correct {name}")
+
+
+def window_of(operation: str, value: Any, name: str = "window_size") -> tuple[int, int]:
+    """A forward's window in integers of its own: a plan compares it with that of the next call, whose list may be this
+    one, changed in place."""
+    check_values(operation, {name: value})
+    left, right = map(index, value)
+    return left, right
 
 
 def check_options(operation: str, options: Mapping[str, Any]) -> None:
@@ -176,7 +199,7 @@ def check_ways(operation: str, options: Mapping[str, Any]) -> None:
     """Refuse a `parallel_mode` or a `symmetric_ar_type` that is not known."""
     mode = options.get("parallel_mode")
     if mode is not None and str(mode).lower() not in ("column", "row"):
-        raise ArgumentError(operation, f"parallel_mode={mode!r}", "None, 'column' or 'row'", "correct it")
+        raise choice_error(operation, "parallel_mode", mode, (None, "column", "row"))
     check_way(operation, options.get("symmetric_ar_type"))
 
 

@@ -30,8 +30,9 @@ def keeps_original(module: Any, number: int, precision: Precision | None) -> boo
     else:
         raise ArgumentError(
             f"{type(module).__name__}.forward",
-            f"save_original_input=True with {type(recipe).__name__}",
+            "save_original_input=True. DelayedScaling recipe is not supported with save_original_input: its scale may "
+            "have changed before backward quantizes the input again",
             "a recipe whose scales follow from the input, such as Float8CurrentScaling",
-            "leave save_original_input out: under delayed scaling backward would quantize with another scale",
+            "leave save_original_input out",
         )
     return False

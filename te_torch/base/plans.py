@@ -2,16 +2,18 @@
 
 A module's `_prepare` looks at everything: the region, its options, its parameters, who looks on. What it says of itself
 (`Prepared`) depends on little, and `Plan.run` compares that: the precision and the modes that are on, the options of
-the call, and a version that each change of an attribute advances. Tensors are collected anew in each call, by name.
-Whether they are like those of a recorded call is for the call's replays to say (te_torch/replays.py).
+the call, and a version that each change of an attribute advances. Tensors are collected anew in each call, by name:
+parameters, or what stands in a parameter's place. Whether they are like those of a recorded call is for the call's
+replays to say (te_torch/replays.py).
 
 A plan holds no module that holds it: a model goes as soon as nobody else has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, getitem, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +28,19 @@ from te_torch.noting import Drawn, Noted, Of, noting
 from te_torch.replays import Found
 from te_torch.runtime import amp_dtype, outside_autocast, runtime_for
 
-_grad_on, _amp_on = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+_grad_on, _inference_on = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_amp_on = torch._C._is_any_autocast_enabled
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_dtype_of = attrgetter("dtype")
 #: Source of a layer's input that a plan cannot collect.
 UNKNOWN: Any = object()
+
+
+class Join(NamedTuple):
+    """Parameters that are joined: how they are chosen from a pool, and the dtype of each."""
+
+    parts: Callable[[Any], tuple[Any, ...]]
+    dtypes: list[torch.dtype]
 
 
 class Prepared(NamedTuple):
@@ -56,9 +67,9 @@ class Plan:
         "_amp",
         "_amp_on",
         "_casts",
+        "_dicts",
         "_drawn",
-        "_elsewhere",
-        "_grad",
+        "_dtypes",
         "_joins",
         "_names",
         "_number",
@@ -70,7 +81,9 @@ class Plan:
         "_samples",
         "_shapes",
         "_sources",
+        "_units",
         "_version",
+        "_wanted",
         "_weights",
         "call",
         "last",
@@ -84,11 +97,13 @@ class Plan:
         self._version, self._options, self._weights = unit._version, options, prepared.weights
         self._parts_ask: Any = None  # of a graph: see `GraphPlan`
         self._number, self._recompute = now[0], now[1]
-        self._grad, self._amp_on = _grad_on(), _amp_on()
+        self._amp_on = _amp_on()
         self._amp = amp_dtype(inputs[0].device.type) if self._amp_on else None
         self._rule = self._rules(unit, prepared)
         self._shapes, self._sources = shapes_of(inputs) if prepared.shaped else None, prepared.sources
         self._collect(unit, prepared, inputs)
+        #: Of the input and the weights, where the weights may be quantized before it is known whether the call fits.
+        self._dtypes = [prepared.tensors[i].dtype for i in (0, *self.call.weights)] if prepared.weights else []
 
     def _rules(self, unit: Any, prepared: Prepared) -> Any:
         """The rule that the module's state has to follow; None where there is no state."""
@@ -97,16 +112,19 @@ class Plan:
     def _collect(self, unit: Any, prepared: Prepared, inputs: Sequence[Any]) -> None:
         """How the layer's inputs are chosen from a pool: inputs, parameters, pairs, what was joined, nothing."""
         sources, tensors = prepared.sources, prepared.tensors
-        groups = [names for s in sources if (names := _names_of(s))]
-        self._names = self._found([name for names in groups for name in names], unit)
+        groups = [(getattr(s, "unit", None), names) for s in sources if (names := _names_of(s))]
+        found = [(part, name) for part, names in groups for name in names]
+        #: Of each named tensor the part that has it (None: the module itself), and that part's parameters.
+        self._units, self._names = tuple(part for part, _ in found), tuple(name for _, name in found)
+        self._dicts = tuple((unit if part is None else part)._parameters for part in self._units)
         draws = [i for i, s in enumerate(sources) if isinstance(s, Drawn)]
         #: Pairs that stand for those to come until a call is known to fit: what does not run draws nothing.
         self._samples = [tensors[i] for i in draws]
         self._drawn = tuple((i, sources[i].fork) for i in sorted(draws, key=lambda i: sources[i].order))
-        place, pairs = len(inputs), len(inputs) + sum(map(len, groups))
+        place, pairs = len(inputs), len(inputs) + len(found)
         joined = pairs + len(draws)
         order: list[int] = []
-        self._joins: list[Any] = []
+        self._joins: list[Join] = []
         for s in sources:
             names = _names_of(s)
             if s is None:
@@ -120,23 +138,21 @@ class Plan:
                 order.append(place)
             else:
                 order.append(joined + len(self._joins))
-                self._joins.append(itemgetter(*range(place, place + len(names))))
+                self._joins.append(Join(itemgetter(*range(place, place + len(names))), []))
             place += len(names)
         self._order = itemgetter(*order) if len(order) > 1 else lambda pool: (pool[order[0]],)
         pool = self._pool(unit, inputs)
+        self._wanted = wanted(pool)
         casts: dict[int, torch.dtype] = {}
         for i, t in zip(order, tensors, strict=True):
             if t is None or t is pool[i]:
                 continue
-            parts = self._joins[i - joined](range(len(pool))) if joined <= i < joined + len(self._joins) else (i,)
+            join = self._joins[i - joined] if joined <= i < joined + len(self._joins) else None
+            parts = (i,) if join is None else join.parts(range(len(pool)))
             casts |= {part: t.dtype for part in parts if pool[part].dtype != t.dtype}
+            if join is not None:
+                join.dtypes.extend(casts.get(part, pool[part].dtype) for part in parts)
         self._casts = tuple(casts.items())
-
-    def _found(self, names: list[Any], unit: Any) -> tuple[Any, ...]:
-        """How parameters of these names are found."""
-        #: Not all are parameters: FSDP1 has views in their place.
-        self._elsewhere = any(unit._parameters.get(name) is None for name in names)
-        return tuple(names)
 
     @classmethod
     def of(
@@ -152,13 +168,20 @@ class Plan:
 
     def same(self, other: Plan) -> bool:
         """Whether another one stands for the same calls: this one was of an older version, say."""
-        names = ("_number", "_recompute", "_grad", "_amp_on", "_amp", "_options", "_shapes")
+        names = ("_number", "_recompute", "_wanted", "_amp_on", "_amp", "_options", "_shapes")
         return self.call is other.call and all(getattr(self, n) == getattr(other, n) for n in names)
 
     def _pool(self, unit: Any, inputs: Sequence[Any]) -> list[Any]:
-        """What the layer's inputs are chosen from."""
-        find = unit._tensor if self._elsewhere else unit._parameters.get
-        return [*inputs, *map(find, self._names), *self._samples, *self._joins, None]
+        """What the layer's inputs are chosen from: the module's inputs first, then the named ones; [None]: one is gone,
+        of which the interpreted call says so."""
+        try:
+            named = [*map(getitem, self._dicts, self._names)]
+        except KeyError:  # FSDP1 has views in the place of parameters, pruning a product, a program a buffer
+            units = [unit if part is None else part for part in self._units]
+            named = [getattr(part, name, None) for part, name in zip(units, self._names, strict=True)]
+            if any(t is None for t in named):
+                return [None]
+        return [*inputs, *named, *self._samples, *self._joins, None]
 
     def run(self, unit: Any, inputs: Sequence[Any], options: tuple[Any, ...], now: Now) -> tuple[Any, ...] | None:
         """The layer's outputs, if this call is like the prepared one and like one that was recorded."""
@@ -168,14 +191,15 @@ class Plan:
             or unit._version != self._version
             or unit.__dict__.get("inspector") is not None  # debugging sets it past `__setattr__`, in each iteration
             or recompute is not self._recompute
-            or _grad_on() is not self._grad
             or _amp_on() is not self._amp_on
             or options != self._options
             or (self._shapes is not None and shapes_of(inputs) != self._shapes)
         ):
             return None
         pool = self._pool(unit, inputs)
-        if pool[0].__class__ not in _PLAIN or ((self._amp_on or self._joins) and not self._made(pool)):
+        if pool[0].__class__ not in _PLAIN or wanted(pool) != self._wanted:
+            return None
+        if (self._amp_on or self._joins) and not self._made(pool):
             return None
         state = scales = extra = None
         if self._rule is not None:
@@ -186,8 +210,13 @@ class Plan:
         call, tensors, rt = self.call, self._order(pool), runtime_for(pool[0])
         of_call = call.options
         if self._weights:
+            weights, x = [*map(tensors.__getitem__, call.weights)], tensors[0]
+            # An error that the interpreted call raises comes before it quantizes.
+            if [*map(_dtype_of, (x, *weights))] != self._dtypes:
+                return None
+            if self._shapes is None and x.shape[-1:] != weights[0].shape[-1:]:
+                return None
             ask = unit._extra if self._parts_ask is None else self._extra_of_parts
-            weights = [tensors[i] for i in call.weights]
             extra = ask(self._weights, weights, number, state, recompute, options[0])
             if extra is not None:
                 of_call = extra.with_options(of_call)
@@ -224,15 +253,18 @@ class Plan:
         return state if read is None or state is None else read.of_state(state, recompute)
 
     def _made(self, pool: list[Any]) -> bool:
-        """Convert what torch.autocast converts, and join what is joined; False if autocast has another dtype now."""
+        """Convert what torch.autocast converts, and join what is joined; False if a dtype is another one now."""
         if self._amp_on:
             if amp_dtype(pool[0].device.type) is not self._amp:
                 return False
             for place, dtype in self._casts:
                 pool[place] = pool[place].to(dtype)
-        for n, parts in enumerate(self._joins):
+        for n, (choose, dtypes) in enumerate(self._joins):
+            parts = choose(pool)
+            if [t.dtype for t in parts] != dtypes:  # torch.cat would promote them
+                return False
             with outside_autocast(pool[0]):
-                pool[n - 1 - len(self._joins)] = torch.cat(parts(pool))
+                pool[n - 1 - len(self._joins)] = torch.cat(parts)
         return True
 
     def _with_draws(self, tensors: tuple[Any, ...], found: Found | None) -> tuple[Any, ...]:
@@ -246,6 +278,17 @@ class Plan:
                 place = next(n for n, t in enumerate(held) if t is sample)
                 at[place], held[place] = pair.data_ptr(), pair
         return tuple(given)
+
+
+_WANTS = repeat("requires_grad"), repeat(False)  # what `getattr` takes besides each object
+
+
+def wanted(pool: Sequence[Any]) -> Any:
+    """What autograd wants of a call on these tensors, by which a plan is chosen: the modes of torch, and, in grad mode,
+    which tensors want a gradient, quantized or not. Which layer a module runs depends on it (`needs` of a spec).
+    """
+    inference = _inference_on()
+    return [inference, *map(getattr, pool, *_WANTS)] if _grad_on() else inference
 
 
 def state_of(unit: Any, rule: Any, region: Any) -> Any:
@@ -264,10 +307,10 @@ def shapes_of(inputs: Sequence[Any]) -> list[Any]:
     return [getattr(t, "shape", None) for t in inputs]
 
 
-def _names_of(source: Any) -> tuple[Any, ...]:
-    """The names of the parameters that a source is made of, with the part that has them."""
+def _names_of(source: Any) -> tuple[str, ...]:
+    """The names of the parameters that a source is made of."""
     if isinstance(source, str):
         return (source,)
     if isinstance(source, Of):
-        return tuple([(source.unit, name) for name in source.names])
+        return source.names
     return source if source.__class__ is tuple else ()

@@ -21,7 +21,6 @@ from te_torch.module_names import name_of, warn_once
 from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.state import make_state
-from te_torch.tensors.scales import own_scale
 from te_torch.tensors.sharding import Sharded
 from te_torch.tensors.wrap import quantizer_of
 from te_torch.values import is_flag
@@ -132,27 +131,15 @@ def _quantize(
     values = weight.detach() if sharded is None else sharded.local
     if rule.scaling == "delayed":
         state = make_state(module, weight.device, precision, recipe)
-        margin = 0 if precision.history is None else precision.history.margin
-        set_own_scale(state.scale_fwd, gemm, values, rule, margin, None if sharded is None else sharded.group)
+        state.begins = 0 if precision.history is None else precision.history.margin
         point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
         if note_own_maxima not in module._load_state_dict_post_hooks.values():
             module.register_load_state_dict_post_hook(note_own_maxima)
     result: Any = quantizer(values) if sharded is None else sharded.quantized(quantizer, module)
     if rule.scaling == "delayed":
-        getattr(result, "_local_tensor", result)._memory.begins = (margin, state)
+        getattr(result, "_local_tensor", result)._memory.state = state
     made: torch.Tensor = result
     return made
-
-
-def set_own_scale(
-    scales: torch.Tensor, gemm: int, weight: torch.Tensor, rule: Operand, margin: int, group: Any = None
-) -> None:
-    """Let delayed scaling of a weight start from the weight's own maximum; scale 1 would lose small values.
-
-    `group`: of the processes whose shards this scale is for, too.
-    """
-    at = FORWARD_SLOTS * gemm + WEIGHT
-    scales[at] = own_scale(weight, rule.dtype.max, margin, scales[at], group)
 
 
 def note_own_maxima(module: Any, _keys: Any = None) -> None:
@@ -187,14 +174,13 @@ def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
         quantizer = weight._quantizer
         if quantizer is not None and quantizer.operand is not None and quantizer.operand.scaling == "delayed":
             point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
+            weight._memory.state = state
 
 
 def begin(*modules: Any) -> None:
     """Let scales of quantized weights follow their maxima from now on; before, each write starts them anew."""
-    for parameter in [m._parameters.get(name) for m in modules for name in m._weight_names()]:
-        memory = getattr(getattr(parameter, "_local_tensor", parameter), "_memory", None)
-        if memory is not None:
-            memory.begins = None
+    for state in [m.fp8_state for m in modules if m.fp8_state is not None]:
+        state.begins = None
 
 
 def check_recipe_fits(module: Any, precision: Precision | None) -> None:
@@ -232,8 +218,6 @@ def carry_over(attributes: dict[str, Any], new: torch.Tensor) -> None:
     new.__dict__.update(attached)
     if "_high_precision_init_val" in attached:
         _preserve(new, attached["_high_precision_init_val"])
-    if "_memory" in attributes:
-        new._memory.begins = attributes["_memory"].begins  # type: ignore[attr-defined]
 
 
 def _preserve(parameter: torch.Tensor, value: torch.Tensor) -> None:

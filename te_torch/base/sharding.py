@@ -56,11 +56,13 @@ class MarkedModule(Shardable):
         if isinstance(value, torch.Tensor) and (value.__class__ is Parameter or getattr(value, "_is_param", False)):
             before = self.__dict__.get("_parameters", {}).get(name)
             marks = self._marks.get(name)
-            if marks is not None and (hasattr(value, "_local_tensor") or hasattr(before, "_local_tensor")):  # FSDP2's
+            by_fsdp2 = hasattr(value, "_local_tensor") or hasattr(before, "_local_tensor")
+            if marks is not None and by_fsdp2:
                 _attach(value, marks)  # type: ignore[arg-type]
             if before is not None and value.__class__ is Parameter and hasattr(before, "_local_tensor"):
                 self.__dict__.setdefault("_gathered", {})[name] = value, before
-            if before is not None and not _registration_hooks:
+            plain = value.__class__ is Parameter or by_fsdp2  # a quantized one that a program assigns has to be linked
+            if before is not None and plain and not _registration_hooks:
                 self._parameters[name] = value  # type: ignore[assignment]  # in every step of FSDP2's: Module takes 3 us
                 return
         super().__setattr__(name, value)

@@ -24,7 +24,12 @@ class Unit(MarkedModule):
 
     _in_regions = False  # whether regions of low precision change what it does
     _reads_settings = False  # whether environment variables change what it does: see `_settings`
+    as_made: tuple[Any, Any]
     _has_parts = False  # whether parts of it ask by themselves what a checkpoint runs again
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.as_made = cls.forward, cls.__call__  # what a call runs, unless a program sets another one on the class
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,15 +59,26 @@ class Unit(MarkedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """What a user sets anew counts from the next forward on: plans were made of what was there before.
 
-        Tensors and modules are no part of a plan, which collects them in each call; FSDP2 exchanges tensors in every
-        forward.
+        Tensors and modules advance no version: a plan collects tensors in each call and compares modules; FSDP2
+        exchanges tensors in every forward.
         """
         changed = self.__dict__.get(name, self) is not value
         super().__setattr__(name, value)
-        if changed and "_version" in self.__dict__ and not isinstance(value, _NO_OPTIONS):
-            if not torch.compiler.is_compiling():
-                self.__dict__["_version"] += 1
-                self._changed(name)
+        if changed and not isinstance(value, _NO_OPTIONS):
+            self._advance(name)
+
+    def __delattr__(self, name: str) -> None:
+        """What a user takes away is missing from the next forward on."""
+        option = name in self.__dict__ and not isinstance(self.__dict__[name], _NO_OPTIONS)
+        super().__delattr__(name)
+        if option:
+            self._advance(name)
+
+    def _advance(self, name: str) -> None:
+        """End the plans, for an attribute has another value or is gone."""
+        if "_version" in self.__dict__ and not torch.compiler.is_compiling():
+            self.__dict__["_version"] += 1
+            self._changed(name)
 
     @property
     def _inspected(self) -> bool:

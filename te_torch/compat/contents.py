@@ -92,7 +92,15 @@ _SAVING = (
     "restore_from_saved",
     "restore_from_func_ctx",
 )
-_GRAPHS = ("graph_pool_handle", "is_graph_capturing", "make_graphed_callables", "set_capture_end", "set_capture_start")
+_GRAPHS = (
+    "graph_pool_handle",
+    "is_graph_capturing",
+    "make_graphed_callables",
+    "restore_fp8_tensors",
+    "save_fp8_tensors",
+    "set_capture_end",
+    "set_capture_start",
+)
 _TENSOR_UTILS = (
     "replace_raw_data",
     "quantize_master_weights",
@@ -285,12 +293,15 @@ GATHERED: dict[str, dict[str, Any]] = {
     "pytorch.module": _of(te_torch, _MODULES)
     | {"is_module_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path}
     | _of(_overlap, ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub")),
+    "pytorch.optimizers.fused_adam": _of(_optimizers, ("FusedAdam",)),
     "pytorch.tensor": _of(_tensors, _tensors.__all__) | _MAKERS | _of(_tensors, ("get_all_tensor_types",)),
     "pytorch.tensor.storage": _of(te_torch, [n for n in _tensors.__all__ if n.endswith("Storage")]),
 }
 
 CONTENTS = GATHERED | DEFINED
 #: Other top packages that belong to the documented one: what of them is built.
-PACKAGES: dict[str, dict[str, Any]] = {"transformer_engine_torch": _of(_constants, ("DType",))}
+PACKAGES: dict[str, dict[str, Any]] = {
+    "transformer_engine_torch": _of(_constants, ("DType",)) | _of(_context, ("thd_get_partitioned_indices",))
+}
 #: Older name -> what it is called now.
 DEPRECATED = {"pytorch.fp8": "pytorch.quantization"}

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from te_core.errors import ArgumentError
 from te_core.layers.inspector import finished
+from te_core.spelling import choice_error
 from te_torch.debug.layers import team_of
 from te_torch.debug.snapshot import Snapshot, main_gradient
 from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
@@ -433,8 +434,8 @@ def _made(verdict: str, found: list[Unit], search: _Search, units: list[Unit], o
 
 def _check(level: str, compare: str | None, tolerance: float | None) -> None:
     if level not in ("gemm", "layer"):
-        raise ArgumentError("bisect", f"level={level!r}", "'gemm' or 'layer'", "correct it")
+        raise choice_error("bisect", "level", level, ("gemm", "layer"))
     if compare not in (None, "loss", "gradients"):
-        raise ArgumentError("bisect", f"compare={compare!r}", "'loss', 'gradients' or None", "correct it")
+        raise choice_error("bisect", "compare", compare, ("loss", "gradients", None))
     if tolerance is not None and (not isinstance(tolerance, Real) or not tolerance >= 0):
         raise ArgumentError("bisect", f"tolerance={tolerance!r}", "a number >= 0, or None", "correct it")

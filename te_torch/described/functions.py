@@ -81,6 +81,7 @@ mark_not_offload.tensors: Tensors that stay on the device; None among them is sk
 measure_saved.model: Model whose layers are told apart.
 model: Model whose layers are looked at.
 convert.model: Model whose layers are swapped, in place.
+include_head: True converts the projection on a vocabulary, too.
 prepare_state.model: Model whose modules get entries, in place.
 plain_state_dict.model: Model whose state is read.
 plain_state_dict.dtype: Type of all floating-point entries but FP8 state. None keeps each one's own.

@@ -21,7 +21,7 @@ from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
 from te_torch.base.checkpoint_state import WithExtraState
 from te_torch.base.module import BaseModule, normal_init
-from te_torch.base.options import check_values, check_ways
+from te_torch.base.options import check_options
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
@@ -102,9 +102,8 @@ class GroupedLinear(BaseModule):
         use_grouped_tensor: bool | None = None,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        check_values("GroupedLinear", options)
+        check_options("GroupedLinear", options)
         _check_options(options)
-        check_ways("GroupedLinear", options)
         super().__init__(name)
         self.num_gemms = self.gemms = num_gemms
         self.wgrad_store = Gradients(num_gemms)
@@ -321,9 +320,6 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in ("ub_overlap_rs", "ub_overlap_ag"):
         if options[name]:
             raise ArgumentError(op, f"{name}=True", f"{name}=False", "leave it out: grouped GEMMs do not overlap")
-    mode = options["parallel_mode"]
-    if mode is not None and str(mode).lower() not in ("column", "row"):
-        raise ArgumentError(op, f"parallel_mode={mode!r}", "None, 'column' or 'row'", "correct it")
     grouped = options["use_grouped_tensor"]
     variable = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
     if grouped is None and env.option(variable) is not None:

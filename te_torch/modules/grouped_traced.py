@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from te_core.errors import ArgumentError
@@ -211,6 +212,8 @@ def apply_traced(
     copies: Copies | None = None,
 ) -> torch.Tensor:
     """The output, as traced code computes it."""
+    if isinstance(splits, np.ndarray):
+        splits = torch.from_numpy(splits)
     sizes, counts = ([], splits) if isinstance(splits, torch.Tensor) else (list(splits), None)
     text, more = ("", []) if copies is None else (copies.text, copies.tensors)
     inputs = each_once(inputs)

@@ -11,6 +11,7 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
+from te_core.spelling import choice_error
 from te_torch.autocast import Now
 from te_torch.base.module import normal_init, wants_grad
 from te_torch.base.options import check_options
@@ -100,10 +101,8 @@ class LayerNormMLP(NormParameters):
         self.overlap_flags = flags_of("LayerNormMLP", options)
         self.activation = ALIASES.get(activation, activation)
         if self.activation not in KINDS:
-            raise UnsupportedError(
-                "LayerNormMLP", f"activation={activation!r}", ", ".join((*KINDS, *ALIASES)), "choose one of these"
-            )
-        self.activation_params = activation_params
+            raise choice_error("LayerNormMLP", "activation", activation, (*KINDS, *ALIASES), UnsupportedError)
+        self.activation_params = None if activation_params is None else dict(activation_params)
         self._clamp = clamp_of(self.activation, activation_params)
         self.checkpoint = checkpoint
         self._spread_over(tp_size, tp_group, sequence_parallel)

@@ -75,7 +75,7 @@ class _Norm(CallingModule):
         if normalized_shape is None:
             raise RuntimeError(f"{operation}: normalized_shape is missing")
         dtype = _one_of_two(operation, "dtype", dtype, "params_dtype", params_dtype)
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (int(normalized_shape),)
         self.normalized_shape = torch.Size(shape)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma

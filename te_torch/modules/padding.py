@@ -35,7 +35,7 @@ class _Aligned(NamedOptions, torch.nn.Module):
         assert len(sizes) == self.num_gemms, (
             f"{type(self).__name__}: m_splits has {len(sizes)} entries, and the module is for {self.num_gemms} groups"
         )
-        if min(sizes, default=0) < 0:
+        if any(m < 0 for m in sizes):
             raise ArgumentError(type(self).__name__, f"m_splits={sizes}", "no negative sizes", "correct m_splits")
         return sizes, [up(m, self.align_size) for m in sizes]
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
 from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamTensors, fuses
 from te_core.runtime import Runtime
-from te_torch.optimizers.parts import FusedOptimizer, changed, check_parameter, core, gradient, local
-from te_torch.optimizers.states import MASTER, MOMENTS, Formats, States
+from te_torch.optimizers.parts import FusedOptimizer, changed, core, gradient, local, number, refuse_quantized
+from te_torch.optimizers.states import FP8, MASTER, MOMENTS, Formats, States, seen_as
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, runtime_for
 from te_torch.tensors.changing import Kept, change_to, end_all
@@ -47,12 +49,12 @@ class FusedAdam(FusedOptimizer):
     - `master_weights`: parameters below float32 have a master in `master_weight_dtype`, float32 or float16; with
       `store_param_remainders` a bfloat16 parameter is the upper half of its master, and only the lower one is kept.
     - `capturable`: lr and the step are tensors on the device (lr may be assigned in place), so a CUDA graph may hold
-      `step()`; `step(grad_scaler=...)` then unscales gradients, and skips the update where one was not finite.
+      `step()`; `step(grad_scaler=...)` then skips an update without waiting for the device.
     - `use_decoupled_grad`: gradients are read from `p.decoupled_grad`.
 
     Raises:
         ArgumentError: An option has a value that is not allowed.
-        UnsupportedError: `amsgrad`, or a quantized parameter without masters.
+        UnsupportedError: `amsgrad`, or a parameter in float64. By `step()`: a quantized parameter without masters.
 
     Example:
         layer = te.Linear(64, 64, device="cpu")
@@ -94,11 +96,6 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise UnsupportedError(_NAME, "amsgrad=True", "amsgrad=False", "use torch.optim.AdamW(amsgrad=True)")
-        if not all(0.0 <= beta < 1.0 for beta in betas) or eps < 0.0:
-            got = f"betas={betas}, eps={eps}"
-            raise ArgumentError(_NAME, got, "0 <= beta < 1 and eps >= 0", "correct them")
-        if isinstance(lr, torch.Tensor) and not capturable:
-            raise ArgumentError(_NAME, "lr of type Tensor", "a number, or capturable=True", "pass capturable=True")
         self.adam_w_mode, self.capturable = adam_w_mode, capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.store_param_remainders = store_param_remainders
@@ -115,14 +112,14 @@ class FusedAdam(FusedOptimizer):
         self._known: dict[torch.Tensor, Known] = {}
         self._states = States(self.state, self._formats, master_weights)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """A group, whose step begins where it is added."""
-        super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            check_parameter(_NAME, p)
-            if isinstance(local(p), QuantizedTorch) and not self.master_weights:
-                got, do = f"a parameter of type {type(local(p)).__name__}", "pass master_weights=True"
-                raise UnsupportedError(_NAME, f"{got} without masters", "quantized parameters with masters", do)
+    def _check_group(self, operation: str, group: dict[str, Any]) -> None:
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor):
+            if not self.capturable or lr.numel() != 1:
+                got, allowed = f"lr={lr!r}", "a number, or with capturable=True a tensor of one element"
+                raise ArgumentError(operation, got, allowed, "pass a number, or capturable=True")
+            group = {name: value for name, value in group.items() if name != "lr"}
+        super()._check_group(operation, group)
 
     # --------------------------------------------------------------------------------------------- the step
 
@@ -136,38 +133,73 @@ class FusedAdam(FusedOptimizer):
     ) -> Any:
         """One step; `grad_scale` (float32, one element, on the device) is a factor of all gradients.
 
-        What `clip_by_norm` returns is such a factor.
+        What `clip_by_norm` returns is such a factor. `grad_scaler`, a torch.amp.GradScaler that has scaled the loss:
+        gradients are unscaled as they are read, and the step is skipped where one is not finite.
         """
         loss = self._loss(closure)
-        skip, factor = self._of_scaler(grad_scaler) if self.capturable else (None, None)
+        if grad_scale is not None and not (isinstance(grad_scale, torch.Tensor) and grad_scale.numel() == 1):
+            got, do = f"grad_scale={grad_scale!r}", "pass the factor that clip_by_norm returned"
+            raise ArgumentError(f"{_NAME}.step", got, "a tensor of one element", do)
+        skip, factor = self._of_scaler(grad_scaler)
         if grad_scale is not None:
             given = grad_scale.detach().float().reshape(1)
             factor = given if factor is None else factor * given
-        for group in self.param_groups:
-            self._step_group(group, factor, skip)
+        work = [(group, self._lists(group)) for group in self.param_groups]
+        if skip is not None and not self.capturable:
+            if skip.item():
+                return loss
+            skip = None
+        for group, lists in work:
+            self._count(group, skip)
+            self._step_group(group, lists, factor, skip)
         return loss
 
     def _of_scaler(self, scaler: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(what is not zero where a gradient is not finite, 1 / scale) of a GradScaler, both on the device."""
+        operation, allowed = f"{_NAME}.step", "a torch.amp.GradScaler that has scaled the loss"
         if scaler is None:
             return None, None
-        found = list(scaler._check_inf_per_device(self).values())
-        skip = found[0].reshape(1)
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise ArgumentError(operation, f"grad_scaler={scaler!r}", allowed, "pass the scaler, or leave it out")
+        if not scaler.is_enabled():
+            return None, None
+        if self.use_decoupled_grad:
+            got, do = "grad_scaler with use_decoupled_grad=True", "pass grad_scale=, the factor of decoupled gradients"
+            raise UnsupportedError(operation, got, "gradients where a GradScaler looks for them", do)
+        scale = scaler._get_scale_async()
+        if scale is None:
+            got, do = "a GradScaler without a scale", "call scaler.scale(loss).backward() before"
+            raise ArgumentError(operation, got, allowed, do)
+        known = scaler._per_optimizer_states[id(self)]
+        unscaled = known["stage"] is OptState.UNSCALED  # by scaler.unscale_(optimizer), which has looked, too
+        found = list((known["found_inf_per_device"] if unscaled else scaler._check_inf_per_device(self)).values())
+        skip: Any = found[0].reshape(1) if found else None
         for other in found[1:]:
             skip = torch.maximum(skip, other.to(skip.device).reshape(1))
-        return skip, scaler._get_scale_async().double().reciprocal().float().reshape(1)
+        return skip, None if unscaled else scale.double().reciprocal().float().reshape(1)
 
-    def _step_group(self, group: dict[str, Any], factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
+    def _lists(self, group: dict[str, Any]) -> dict[Any, list[tuple[Any, AdamTensors]]]:
+        """The parameters that one launch updates, by what they have in common."""
         lists: dict[Any, list[tuple[Any, AdamTensors]]] = {}
-        self._count(group, skip)
         for p in group["params"]:
-            state = self._states.made(p)
             grad = gradient(f"{_NAME}.step", p, "decoupled_grad" if self.use_decoupled_grad else "grad")
+            if grad is not None and not self.master_weights:
+                refuse_quantized(f"{_NAME}.step", p, "quantized parameters with masters", "pass master_weights=True")
+            state = self._states.made(p)
             if grad is None or not grad.numel():
                 continue
             tensors = self._tensors(p, state, grad)
             kinds = tuple([None if t is None else t.dtype for t in tensors[:5]])
             lists.setdefault((grad.device, kinds), []).append((p, tensors))
+        return lists
+
+    def _step_group(
+        self,
+        group: dict[str, Any],
+        lists: dict[Any, list[tuple[Any, AdamTensors]]],
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
         for (device, kinds), some in lists.items():
             rule = self._rule(group, device, factor, skip)
             rt = runtime_for(some[0][1].m.owner)
@@ -289,39 +321,41 @@ class FusedAdam(FusedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's form; all states in float32, but for remainders (int16)."""
         found = super().state_dict()
-        params = [p for group in self.param_groups for p in group["params"]]
-        numbers = [number for group in found["param_groups"] for number in group["params"]]
-        state = {}
-        for p, number in zip(params, numbers, strict=True):
-            if p in self.state:
-                state[number] = {name: self._states.read(p, name) for name in self.state[p]}
+        numbered = [(key, p) for key, p in self._numbered(found) if p in self.state]
+        state = {key: {name: self._states.read(p, name) for name in self.state[p]} for key, p in numbered}
         return {**found, "state": state}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With FP8 as bytes: pickle writes torch's float8 tensors, and cannot read them."""
+        found = super().__getstate__()
+        if torch.uint8 in (self._formats.exp_avg, self._formats.exp_avg_sq):
+            found["state"] = defaultdict(dict, {p: seen_as(FP8, torch.uint8, of) for p, of in self.state.items()})
+        return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._known = {}
         self._states.of = self.state
+        for of in self.state.values():
+            of.update(seen_as(torch.uint8, FP8, of))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and states, which are stored in the formats of this optimizer."""
-        groups = state_dict["param_groups"]
-        self._check_loaded(groups, state_dict["state"])
-        super().load_state_dict({**state_dict, "state": {}})
-        numbers = [number for group in groups for number in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for p, number in zip(params, numbers, strict=True):
-            given: dict[str, Any] | None = state_dict["state"].get(number)
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """States are stored in the formats of this optimizer."""
+        super()._load({**state_dict, "state": {}})
+        if not self.capturable:
+            for group in self.param_groups:
+                group["lr"] = number(group["lr"])
+        for key, p in self._numbered(state_dict):
+            given: dict[str, Any] | None = state_dict["state"].get(key)
             if given is not None:
                 self._states.load(p, given)
 
-    def _check_loaded(self, groups: Iterable[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """All of it, before anything is changed: the state is that of a model like this one."""
-        operation = f"{_NAME}.load_state_dict"
-        groups = list(groups)
-        counts, mine = [len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups]
-        if counts != mine:
-            got = f"groups of {counts} parameters"
-            raise ArgumentError(operation, got, f"groups of {mine}, this optimizer's", "load a state of the same model")
-        pairs = zip(groups, self.param_groups, strict=True)
-        for number, p in [pair for a, b in pairs for pair in zip(a["params"], b["params"], strict=True)]:
-            self._states.check(operation, number, p, state.get(number) or {})
+    def _check_loaded(self, operation: str, given: Any) -> None:
+        super()._check_loaded(operation, given)
+        for key, p in self._numbered(given):
+            self._states.check(operation, key, p, given["state"].get(key) or {})
+
+    def _numbered(self, given: dict[str, Any]) -> list[tuple[Any, Any]]:
+        """The number that a state dict gives each parameter, and the parameter."""
+        pairs = zip(given["param_groups"], self.param_groups, strict=True)
+        return [pair for a, b in pairs for pair in zip(a["params"], b["params"], strict=True)]

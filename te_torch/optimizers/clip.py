@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from te_core.errors import ArgumentError
 from te_core.ops import raw as ops
 from te_torch.exchange import all_reduce
-from te_torch.optimizers.parts import core, gradient
+from te_torch.optimizers.parts import core, gradient, number
+from te_torch.parallel.groups import group_of
 from te_torch.runtime import is_dtensor, runtime_for, to_torch
 
 _NAME = "clip_by_norm"
@@ -18,7 +20,7 @@ _NAME = "clip_by_norm"
 
 @torch.no_grad()
 def clip_by_norm(
-    parameters: Iterable[Any], max_norm: float, *, group: Any = None, grad: str = "grad"
+    parameters: Iterable[Any] | torch.Tensor, max_norm: float, *, group: Any = None, grad: str = "grad"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the norm of all gradients, min(1, max_norm / (norm + 1e-6))), float32 [1] on the device.
 
@@ -33,10 +35,14 @@ def clip_by_norm(
         norm, factor = te.optimizers.clip_by_norm(layer.parameters(), 1.0)
         optimizer.step(grad_scale=factor)
     """
-    if not max_norm > 0:
-        raise ArgumentError(_NAME, f"max_norm={max_norm}", "a number above 0", "correct max_norm")
+    max_norm, group = number(max_norm), group_of(_NAME, group, "group")
+    if not isinstance(max_norm, Real) or not max_norm > 0:
+        raise ArgumentError(_NAME, f"max_norm={max_norm!r}", "a number above 0", "correct max_norm")
+    if not isinstance(parameters, Iterable):
+        got = f"parameters of type {type(parameters).__name__}"
+        raise ArgumentError(_NAME, got, "parameters, or one of them", "pass model.parameters()")
     spread: dict[Any, list[torch.Tensor]] = {}
-    for p in parameters:
+    for p in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
         part = gradient(_NAME, p, grad)
         if part is not None:
             spread.setdefault(_sharded_over(getattr(p, grad)), []).append(part)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.ops import raw as ops
 from te_core.ops.optimizer import SgdRule, SgdTensors
-from te_torch.optimizers.parts import FusedOptimizer, changed, check_parameter, core, gradient, like, local
-from te_torch.quantized import QuantizedTorch
+from te_torch.optimizers.parts import FusedOptimizer, changed, core, gradient, like, local, number, refuse_quantized
 from te_torch.runtime import runtime_for
 
 _NAME, _BUFFER = "FusedSGD", "momentum_buffer"
@@ -39,12 +38,6 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if value < 0.0:
-                raise ArgumentError(_NAME, f"{name}={value}", "0 or more", f"correct {name}")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            got = f"nesterov with momentum={momentum}, dampening={dampening}"
-            raise ArgumentError(_NAME, got, "nesterov with momentum and without dampening", "correct them")
         self.wd_after_momentum, self.materialize_master_grads = wd_after_momentum, materialize_master_grads
         self._note_set_grad_none(set_grad_none)
         defaults = {
@@ -56,43 +49,52 @@ class FusedSGD(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """A group of plain parameters."""
-        super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            check_parameter(_NAME, p)
-            if isinstance(local(p), QuantizedTorch):
-                got = f"a parameter of type {type(local(p)).__name__}"
-                raise UnsupportedError(_NAME, got, "plain parameters", "use FusedAdam(master_weights=True)")
+    def _check_group(self, operation: str, group: dict[str, Any]) -> None:
+        super()._check_group(operation, {**group, "lr": number(group["lr"])})
+        if group["nesterov"] and (not group["momentum"] or group["dampening"] != 0):
+            got = f"nesterov with momentum={group['momentum']}, dampening={group['dampening']}"
+            raise ArgumentError(operation, got, "nesterov with momentum and without dampening", "correct them")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step."""
         loss = self._loss(closure)
-        for group in self.param_groups:
-            lists: dict[Any, list[tuple[Any, SgdTensors]]] = {}
-            for p in group["params"]:
-                grad = gradient(f"{_NAME}.step", p)
-                if grad is None or not grad.numel():
-                    continue
-                (buffer,), first = self.get_momentums([p]) if group["momentum"] else ((None,), False)
-                mine = local(p).detach().contiguous()
-                tensors = SgdTensors(core(grad), core(mine), None if buffer is None else core(local(buffer)))
-                key = (mine.device, first, *[None if t is None else t.dtype for t in tensors])
-                lists.setdefault(key, []).append((p, tensors))
+        # What torch's GradScaler says in attributes, of gradients in float16.
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if overflow is not None and overflow.item():
+            return loss
+        factor = 1.0 if scale is None else 1.0 / scale.item()
+        work = [(group, self._lists(group)) for group in self.param_groups]
+        for group, lists in work:
             for (_, first, *_), some in lists.items():
-                self._run(group, first, some)
+                self._run(group, first, some, factor)
         return loss
 
-    def _run(self, group: dict[str, Any], first: bool, some: list[tuple[Any, SgdTensors]]) -> None:
+    def _lists(self, group: dict[str, Any]) -> dict[Any, list[tuple[Any, SgdTensors]]]:
+        """The parameters that one launch updates, by what they have in common."""
+        lists: dict[Any, list[tuple[Any, SgdTensors]]] = {}
+        for p in group["params"]:
+            grad = gradient(f"{_NAME}.step", p)
+            if grad is None or not grad.numel():
+                continue
+            refuse_quantized(f"{_NAME}.step", p, "plain parameters", "use FusedAdam(master_weights=True)")
+            (buffer,), first = self.get_momentums([p]) if group["momentum"] else ((None,), False)
+            mine = local(p).detach().contiguous()
+            tensors = SgdTensors(core(grad), core(mine), None if buffer is None else core(local(buffer)))
+            key = (mine.device, first, *[None if t is None else t.dtype for t in tensors])
+            lists.setdefault(key, []).append((p, tensors))
+        return lists
+
+    def _run(self, group: dict[str, Any], first: bool, some: list[tuple[Any, SgdTensors]], factor: float) -> None:
         rule = SgdRule(
-            float(group["lr"]),
+            number(group["lr"]),
             group["momentum"],
             group["dampening"],
             group["weight_decay"],
             group["nesterov"],
             first_run=first,
             decay_last=self.wd_after_momentum,
+            grad_scale=factor,
         )
         ops.sgd(runtime_for(some[0][1].param.owner), [tensors for _, tensors in some], rule)
         for p, tensors in some:

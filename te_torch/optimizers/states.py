@@ -15,6 +15,12 @@ from te_torch.runtime import TO_CORE, is_dtensor
 
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master_param"
 NAMES = (*MOMENTS, MASTER)  # in the order of a parameter's scales
+FP8 = torch.float8_e4m3fn
+
+
+def seen_as(dtype: torch.dtype, other: torch.dtype, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state, with what lies in one type seen as another type of its size."""
+    return {n: like(t, local(t).view(other)) if local(t).dtype is dtype else t for n, t in state.items()}
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Formats:
             halves = remainders and p.dtype is torch.bfloat16 and not isinstance(p, QuantizedTorch)
             return torch.int16 if halves else self.master
         dtype = self.exp_avg if name == MOMENTS[0] else self.exp_avg_sq
-        return torch.float8_e4m3fn if dtype is torch.uint8 else dtype
+        return FP8 if dtype is torch.uint8 else dtype
 
 
 class States:
@@ -55,6 +61,10 @@ class States:
         self.of, self._formats, self._masters = of, formats, masters
         #: float32 [3] of a parameter of which anything is stored divided by a scale: in the order of NAMES.
         self.scales: dict[torch.Tensor, torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the optimizer's `state`, which it has itself."""
+        return {**self.__dict__, "of": None}
 
     def made(self, p: Any) -> dict[str, Any]:
         """A parameter's, made where there is none."""
@@ -77,8 +87,7 @@ class States:
             if TO_CORE[dtype] in LIMITS and p not in self.scales:
                 self.scales[p] = torch.ones(3, dtype=torch.float32, device=mine.device)
             if name == MASTER and dtype is not torch.int16:
-                values = mine.dequantize() if isinstance(mine, QuantizedTorch) else mine
-                self.write(p, name, like(p, values.float()))
+                self.write(p, name, like(p, mine.float()))
 
     def read(self, p: Any, name: str, stored: bool = False) -> Any:
         """The values of a state, in float32; remainders, and what shall be seen as it is stored, are the state."""
@@ -103,9 +112,16 @@ class States:
         if limit is not None:
             top = given.float().abs().nan_to_num(0.0, torch.inf).amax() if given.numel() else given.new_zeros(())
             usable = (top > 0) & top.isfinite()
-            scale = torch.where(usable, top / limit, torch.ones_like(top))
+            bits = torch.where(usable, top / limit, torch.ones_like(top)).view(torch.int32)
+            given = given.float()
+            # Values that were read of a state come back exactly: their scale is a rounding or two from this one.
+            for off in (0, 1, -1, 2, -2, 0):
+                scale = (bits + off).view(torch.float32)
+                part.copy_((given / scale).clamp(-limit, limit))
+                if (part.float() * scale).equal(given):
+                    break
             self.scales[p][NAMES.index(name)] = scale
-            given = (given.float() / scale).clamp(-limit, limit)
+            return
         part.copy_(given)
 
     # ------------------------------------------------------------------------------------------- state dicts

@@ -13,8 +13,10 @@ from te_core.precision import History
 
 def group_of(operation: str, given: Any, name: str = "tp_group") -> Any:
     """The process group that was given, or that of a mesh of one dimension."""
-    if not dist.is_available() or given is None or isinstance(given, (dist.ProcessGroup, int)):
-        return given  # an int: torch's own mark of a group that this process is not in
+    if not dist.is_available() or given is None or isinstance(given, dist.ProcessGroup):
+        return given
+    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:  # of a group without this process
+        return given
     allowed, do = "a process group, or a DeviceMesh of one dimension", 'pass mesh["tp"].get_group(), say'
     if not isinstance(given, dist.device_mesh.DeviceMesh):
         raise ArgumentError(operation, f"{name} of type {type(given).__name__}", allowed, do)

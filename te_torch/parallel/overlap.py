@@ -20,6 +20,7 @@ from te_core import env
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.overlap import BULK, EXTERNAL, METHODS, PIPELINE, RING, Overlap, Way
 from te_core.precision import Precision
+from te_core.spelling import choice_error
 from te_torch.deprecation import deprecated
 from te_torch.parallel import peers
 from te_torch.values import is_flag
@@ -142,9 +143,7 @@ def initialize_ub(
         _check_configuration(given or {}, mode, with_cublasmp)
         gemms |= {(name, mode): _settled(name, mode, (given or {}).get(name, {}), said) for name in _ALLOWED}
     if bootstrap_backend not in (None, "gloo", "mpi", "nccl"):
-        raise ArgumentError(
-            operation, f"bootstrap_backend={bootstrap_backend!r}", "'gloo', 'mpi', 'nccl' or None", "correct it"
-        )
+        raise choice_error(operation, "bootstrap_backend", bootstrap_backend, ("gloo", "mpi", "nccl", None))
     _check_process(tp_size, bootstrap_backend, with_cublasmp)
     if said:
         warnings.warn(f"{operation}: without effect in this release: {'; '.join(said)}", stacklevel=2)
@@ -216,7 +215,7 @@ def _check_configuration(cfg: dict[str, Any], mode: UserBufferQuantizationMode, 
     """The documented rules of a configuration, by the GEMM's name."""
     for name, options in cfg.items():
         if name not in _ALLOWED:
-            _wrong(f"a configuration of {name!r}", f"one of {', '.join(_ALLOWED)}")
+            raise choice_error("initialize_ub", "a name in ub_cfgs", name, _ALLOWED)
         if not isinstance(options, dict) or (unknown := [k for k in options if k not in _KEYS]):
             got = f"{name}: {options!r}" if not isinstance(options, dict) else f"{name}: {', '.join(unknown)}"
             _wrong(got, f"a dict of {', '.join(_KEYS)}")
@@ -239,7 +238,7 @@ def _check_options(name: str, options: dict[str, Any], mode: UserBufferQuantizat
     """The options of one GEMM."""
     method = options.get("method", _ALLOWED[name][0])
     if method not in METHODS:
-        _wrong(f"{name}: method={method!r}", f"one of {', '.join(METHODS)}")
+        raise choice_error("initialize_ub", f"{name}: method", method, METHODS)
     for key in _FLAGS:
         if key in options and not is_flag(options[key]):
             _wrong(f"{name}: {key}={options[key]!r}", "True or False")

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import UnsupportedError
+from te_core.spelling import choice_error
 from te_torch.exchange import keep_for_graphs, of_group, telling
 
 #: The documented ways, but for the one that needs NVLink's multicast.
@@ -26,9 +27,7 @@ def check_way(operation: str, how: Any) -> None:
             "choose one of these: this way needs NVLink multicast, which is left off",
         )
     if how is not None and how not in WAYS:
-        raise ArgumentError(
-            operation, f"symmetric_ar_type={how!r}", f"None, {', '.join(map(repr, WAYS))}", "choose one of these"
-        )
+        raise choice_error(operation, "symmetric_ar_type", how, (None, *WAYS))
 
 
 def _buffers() -> dict[tuple[Any, ...], torch.Tensor]:

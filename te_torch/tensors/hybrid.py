@@ -13,6 +13,7 @@ from te_core.precision import Operand, given_to, rule_of
 from te_core.quantized import Copy
 from te_core.quantized import QuantizedTensor as Core
 from te_core.recipe import CustomRecipe
+from te_core.spelling import choice_error
 from te_torch.runtime import default_device
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, QuantizerRequest
@@ -407,9 +408,8 @@ class HybridQuantizer(Quantizer):
         if rowwise_quantizer is columnwise_quantizer:
             raise ValueError("HybridQuantizer: one object for both copies; pass two quantizers")
         if columnwise_source not in ("original", "rowwise_dequantized"):
-            raise ValueError(
-                f"HybridQuantizer: columnwise_source={columnwise_source!r}; it is 'original' or 'rowwise_dequantized'"
-            )
+            sources = "original", "rowwise_dequantized"
+            raise choice_error("HybridQuantizer", "columnwise_source", columnwise_source, sources)
         rowwise_quantizer.set_usage(rowwise=True, columnwise=False)  # they are this one's from now on
         columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
         self.rowwise_quantizer, self.columnwise_quantizer = rowwise_quantizer, columnwise_quantizer

@@ -12,6 +12,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Operand, rule_of
 from te_core.quantized import Format
 from te_core.recipe import NVFP4BlockScaling
+from te_core.spelling import choice_error
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
 from te_torch.tensors.block_scaled import BlockScaledStorage, buffer, documented_scale_shape
@@ -214,7 +215,7 @@ class NVFP4Quantizer(Quantizer):
             raise ValueError(f"NVFP4Quantizer: nvfp4_e4m3_max={nvfp4_e4m3_max}; it is 448 or 256")
         mode = str(nvfp4_4over6_err_mode).upper()
         if mode not in ("MAE", "MSE"):
-            raise ValueError(f"NVFP4Quantizer: nvfp4_4over6_err_mode={nvfp4_4over6_err_mode!r}; it is MAE or MSE")
+            raise choice_error("NVFP4Quantizer", "nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ("MAE", "MSE"))
         if nvfp4_use_4over6 and (with_rht or stochastic_rounding):
             raise ValueError("NVFP4Quantizer: nvfp4_use_4over6 excludes with_rht and stochastic_rounding")
         if with_rht and not with_random_sign_mask:

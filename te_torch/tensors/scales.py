@@ -21,7 +21,9 @@ def scale_of(amax: torch.Tensor, top: float, power_of_two: bool, epsilon: float)
     return scale
 
 
-def own_scale(values: torch.Tensor, top: float, margin: int, otherwise: torch.Tensor, group: Any) -> torch.Tensor:
+def own_scale(
+    values: torch.Tensor, top: float, margin: int, otherwise: torch.Tensor, group: Any = None
+) -> torch.Tensor:
     """The scale from which delayed scaling starts for these values; `otherwise` if their maximum is no use.
 
     `group`: of the processes whose shards this scale is for, too.

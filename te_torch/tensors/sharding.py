@@ -58,7 +58,7 @@ def tell_of_shards(t: Any, whole: Any) -> None:
     if found is not None and found[2] is not None:
         t._note_shards(found[2])
         if hasattr(whole, "_memory"):
-            t._memory.begins = whole._memory.begins
+            t._memory.state = whole._memory.state
 
 
 class Sharded:

@@ -45,7 +45,7 @@ WHOLE = Seen()
 class Memory:
     """What all tensors over the same data know of it, or of parts of it."""
 
-    __slots__ = ("alone", "arriving", "begins", "blank", "giver", "size", "writes")
+    __slots__ = ("alone", "arriving", "blank", "giver", "size", "state", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
@@ -54,12 +54,12 @@ class Memory:
         self.blank = False  # all zeros, to which any scale fits
         self.alone: Any = None  # the one part that was written since, beside which all is zero (FSDP2 fills shards up)
         self.giver = (0, 0)  # the scaling state that its scale is of, by token, and the column (te_torch.handovers)
-        self.begins: tuple[int, Any] | None = None  # before its first run, with delayed scaling: margin, scaling state
+        self.state: Any = None  # of a module's weight with delayed scaling: the scaling state
 
     @property
     def margin(self) -> int | None:
         """That of a delayed scale which starts anew with whatever is written; None once maxima have made the scale."""
-        return None if self.begins is None or self.begins[1].updated else self.begins[0]
+        return None if self.state is None else self.state.begins
 
 
 class Look:

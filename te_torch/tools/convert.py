@@ -10,6 +10,9 @@ Inside `quantized_model_init` the weights of matrix products become quantized te
 the optimizer afterwards. Weights that are tied to one another stay tied; one that a layer shares with something that
 is not converted (an embedding) stays as it is.
 
+The head, the projection on a vocabulary, is left alone: a loss feels its rounding most, and it runs in high precision
+in the recipes that are trained with. `include_head=True` converts it.
+
 Two things differ afterwards, as documented for these modules: under `torch.autocast` a norm's result is of the
 autocast dtype, and `reset_parameters()` draws from their own distributions.
 """
@@ -109,12 +112,17 @@ class ConversionReport:
 
 
 def convert(
-    model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None, dry_run: bool = False
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    filter: Filter | None = None,
+    dry_run: bool = False,
+    include_head: bool = False,
 ) -> ConversionReport:
     """Swap the torch layers inside `model` for te_torch's, in place, and return a report.
 
     filter(name, module) says no to single layers, and to the fusion of an nn.Sequential (its layers are then asked
-    one by one). With a recipe, the report says what it will mean for each layer. dry_run changes nothing.
+    one by one). With a recipe, the report says what it will mean for each layer. dry_run changes nothing. The
+    projection on a vocabulary (`lm_head`, tied or not) stays as it is, unless include_head says otherwise.
 
     Returns:
         A printable report: what was swapped (`converted`) and what was left alone, with the reason (`kept`).
@@ -128,12 +136,13 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError("convert", f"model={model!r}", "a torch.nn.Module", "pass the model itself")
-    check_flags("convert", dry_run=dry_run)
+    check_flags("convert", dry_run=dry_run, include_head=include_head)
     if filter is not None and not callable(filter):
         raise ArgumentError("convert", f"filter={filter!r}", "a callable(name, module) -> bool, or None", "correct it")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ArgumentError("convert", f"recipe={recipe!r}", "a recipe, or None", "pass DelayedScaling(), say")
-    swaps = _Swaps(filter, None if recipe is None else resolve(recipe), _held_rule(recipe))
+    heads = set() if include_head else _heads(model)
+    swaps = _Swaps(filter, None if recipe is None else resolve(recipe), _held_rule(recipe), heads)
     root = _found(model)
     if root is not None:
         swaps.keep("(model)", model, "the model itself has no place to be swapped in: pass what contains it")
@@ -189,7 +198,9 @@ class _Swap:
 
 
 class _Swaps:
-    def __init__(self, filter: Filter | None, precision: Precision | None, held: Operand | None) -> None:
+    def __init__(
+        self, filter: Filter | None, precision: Precision | None, held: Operand | None, heads: set[nn.Module]
+    ) -> None:
         self.rows: list[Conversion] = []
         self.keys: dict[str, str] = {}
         self.places: list[tuple[nn.Module, str, nn.Module, _Swap, str]] = []
@@ -197,6 +208,7 @@ class _Swaps:
         self._filter = filter
         self._precision = precision
         self._held = held
+        self._heads = heads
         self._decided: dict[tuple[int, str], _Swap | None] = {}  # by place: a shared parent is met more than once
 
     def keep(self, name: str, module: nn.Module, why: str) -> None:
@@ -256,6 +268,8 @@ class _Swaps:
             return None
         if isinstance(parent, _READERS):
             found = f"{type(parent).__name__} reads its weights and may never call it"
+        elif isinstance(found, _Swap) and not self._heads.isdisjoint(child.modules()):
+            found = _HEAD if child in self._heads else "not fused: its last layer is the head"
         elif isinstance(found, _Swap) and self._filter is not None and not self._filter(name, child):
             found = "the filter said no"
         if isinstance(found, str):
@@ -308,11 +322,30 @@ def _quantize(module: nn.Module, held: dict[int, nn.Parameter | None]) -> None:
             module._primary = True
             module._held = (*module._held, f"{gemm} {type(made).__name__} of another module")
         elif quantize_parameter(module, name, gemm, initialisation()):
-            held[id(weight)] = module._parameters[name]
+            made = held[id(weight)] = module._parameters[name]
+            with torch.no_grad():
+                made.copy_(weight)  # type: ignore[union-attr]  # trained values bring their scale, as written ones do
             module._primary = True
 
 
 # -------------------------------------------------------------------- what a module can become
+
+_HEAD = "the head: its rounding reaches the loss at once (include_head=True converts it)"
+
+
+def _heads(model: nn.Module) -> set[nn.Module]:
+    """The projections on a vocabulary: what the model says (as those of transformers do), what shares its weight with
+    an embedding, and the last linear layer, if it is called lm_head or has a row for each row of an embedding."""
+    modules = list(model.modules())
+    linears = [m for m in modules if isinstance(m, nn.Linear)]
+    embeddings = [m for m in modules if isinstance(m, nn.Embedding)]
+    weights = [embedding.weight for embedding in embeddings]
+    heads: set[Any] = {m for m in linears if any(m._parameters.get("weight") is weight for weight in weights)}
+    heads |= {said() for m in modules if callable(said := getattr(m, "get_output_embeddings", None))}
+    for name, last in [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)][-1:]:
+        if name.endswith("lm_head") or last.out_features in {e.num_embeddings for e in embeddings}:
+            heads.add(last)
+    return heads
 
 
 def _found(module: nn.Module) -> _Swap | str | None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.spelling import choice_error
 from te_torch.exchange import all_gather, all_reduce, reduce_scatter, telling
 from te_torch.tensors import Float8CurrentScalingQuantizer, NVFP4Quantizer, QuantizedTensorStorage, Quantizer
 from te_torch.tensors.gathering import Gathering, can_gather, missing_of, usages_of
@@ -280,7 +281,7 @@ def symm_mem_alloc(
     """
     operation = "symm_mem_alloc"
     if backend not in ("NCCL", "CUDA", "NVSHMEM"):
-        raise ArgumentError(operation, f"backend={backend!r}", "'NCCL', 'CUDA' or 'NVSHMEM'", "correct it")
+        raise choice_error(operation, "backend", backend, ("NCCL", "CUDA", "NVSHMEM"))
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     memory = _symmetric(operation, device)

@@ -18,6 +18,7 @@ from te_core.layers.product import LinearSpec, Needs
 from te_core.ops.loss import LossTerms
 from te_core.precision import Precision
 from te_core.recipe import Recipe, resolve
+from te_core.spelling import choice_error
 from te_core.tensor import Tensor
 from te_torch.doors import never_traced
 from te_torch.function import refuse_double_backward, stand_in_gradient
@@ -39,7 +40,7 @@ from te_torch.runtime import (
     was_freed,
 )
 from te_torch.surroundings import check_surroundings, dispatch_modes, functorch_active
-from te_torch.values import OptionError, check_flags, check_numbers, is_size
+from te_torch.values import OptionError, check_flags, check_numbers, integer, is_size
 
 _TOTALS = {"none": "sum", "sum": "sum", "mean": "mean"}
 _TARGETS = (torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16)
@@ -86,7 +87,7 @@ def parallel_cross_entropy(
         raise OptionError(op, f"logits of shape {tuple(inp.shape)}", "[.., V]", "keep the classes last")
     comm = _communicator(op, dist_process_group, "dist_process_group")
     terms = _terms(op, inp.shape[-1], comm, ignore_idx, label_smoothing, 0.0)
-    goal = _target(op, target, inp.shape[:-1].numel(), inp, terms)
+    goal = _target(op, target, inp, terms)
     loss = _Logits.apply(inp, goal, _OfLogits(terms, "mean of some" if reduce_loss else None, comm, in_place))
     return loss if reduce_loss else loss.view(inp.shape[:-1])
 
@@ -126,14 +127,14 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     if reduction not in _TOTALS:
-        raise ArgumentError(op, f"reduction={reduction!r}", "'mean', 'sum' or 'none'", "choose one of these")
+        raise choice_error(op, "reduction", reduction, _TOTALS)
     if chunk is not None and not is_size(chunk):
         raise ArgumentError(op, f"chunk={chunk!r}", "a number of rows, or None", "leave it out")
     check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)
     dtype = _check_product(op, hidden, weight, bias)
     comm = _communicator(op, group, "group")
     terms = _terms(op, weight.shape[0], comm, ignore_index, label_smoothing, z_loss)
-    goal = _target(op, target, hidden.shape[:-1].numel(), hidden, terms)
+    goal = _target(op, target, hidden, terms)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     linear = LinearSpec(TO_CORE[dtype], _precision(op, recipe), Needs(needs[0], needs[1], False), weight_dtype=_FLOAT)
     spec = core.HeadSpec(linear, terms, _TOTALS[reduction], chunk, needs[2])
@@ -165,24 +166,24 @@ class _Logits(torch.autograd.Function):
             total=call.total or "sum",
             comm=call.comm,
         )
-        losses, total, facts = map(to_torch, found)
-        ctx.save_for_backward(logits, target, facts, total)
+        kept = to_torch(found.facts)
+        ctx.save_for_backward(logits, target, kept)
         ctx.call = call
-        return losses if call.total is None else total[:1].clone()
+        return to_torch(found.losses) if call.total is None else kept[-1, :1].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
             refuse_double_backward()
-        (logits, target, facts, total), call = ctx.saved_tensors, ctx.call
+        (logits, target, kept), call = ctx.saved_tensors, ctx.call
         matrix = to_core(logits).matrix()
         made = core.logits_backward(
             runtime_for(logits),
             matrix,
             to_core(target),
-            to_core(facts),
+            to_core(kept),
             terms=call.terms,
-            grad=_dense(grad if call.total is None else grad * total[1:]),
+            grad=_dense(grad if call.total is None else grad * kept[-1, 1:2]),
             out=matrix if call.in_place else None,
             comm=call.comm,
         )
@@ -356,19 +357,21 @@ def _communicator(op: str, given: Any, name: str) -> Communicator | None:
 def _terms(
     op: str, width: int, comm: Communicator | None, ignore_index: int, smoothing: float, z_loss: float
 ) -> LossTerms:
-    if type(ignore_index) is not int:
-        raise ArgumentError(op, f"ignore_index={ignore_index!r}", "an integer", "correct it")
+    ignore_index = integer(op, "ignore_index", ignore_index)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     return LossTerms(width * size, width * rank, ignore_index, float(smoothing), float(z_loss))
 
 
-def _target(op: str, target: torch.Tensor, rows: int, like: torch.Tensor, terms: LossTerms) -> torch.Tensor:
+def _target(op: str, target: torch.Tensor, like: torch.Tensor, terms: LossTerms) -> torch.Tensor:
     """The targets as a vector that kernels read."""
     if not isinstance(target, torch.Tensor) or target.dtype not in _TARGETS:
         came = f"target in {target.dtype}" if isinstance(target, torch.Tensor) else f"a {type(target).__name__}"
         raise ArgumentError(op, came, "class numbers, int64 or int32", "convert the target (target.long())")
-    if target.numel() != rows:
-        raise OptionError(op, f"target {tuple(target.shape)} for {rows} rows", "one for each row", "correct the target")
+    shape = like.shape[:-1]
+    rows, goals = ([n for n in sizes if n != 1] for sizes in (shape, target.shape))
+    if target.numel() != shape.numel() or (rows != goals and len(rows) > 1 and len(goals) > 1):
+        got = f"target {tuple(target.shape)} for {shape.numel()} rows {tuple(shape)}"
+        raise OptionError(op, got, "one for each row, in their order", "correct or transpose the target")
     if target.device != like.device:
         raise ArgumentError(op, f"target on {target.device}, logits on {like.device}", "one device", "move the target")
     goal = target.detach().reshape(-1).contiguous()

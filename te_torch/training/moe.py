@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError
+from te_core.spelling import choice_error
 from te_torch.deprecation import deprecated
 from te_torch.doors import either
 from te_torch.quantized import QuantizedTorch
@@ -35,7 +36,8 @@ def moe_permute(
 
     routing_map: with map_type "mask" [tokens, experts], not 0 where a token goes to an expert; with "index" expert ids
     int32 [tokens, top k]. `num_out_tokens` is the number of rows: what lies behind is dropped, rows that are left are
-    zeros. -1 or None drops nothing; with a mask the host then waits for the number. `max_token_num` is not needed.
+    zeros. -1 or None drops nothing; with a mask the host then waits for the number, as it does for a number in a tensor
+    on a GPU. `max_token_num` is not needed.
 
     Returns:
         (rows, map): the rows [num_out_tokens, features], and what `moe_unpermute` needs.
@@ -58,9 +60,9 @@ def moe_permute(
         out, _ = by.permute(op, inp, row_map, starts, rows=rows)
         return out, row_map
     experts = _expert_ids(op, routing_map)
-    rows = _rows_of_index(op, num_out_tokens, experts)
+    rows = _rows_of_index(by, op, num_out_tokens, experts)
     row_map = by.index_map(experts, rows)
-    out, _ = by.permute(op, inp, row_map, rows=rows, fill=rows > experts.shape[0] * experts.shape[1])
+    out, _ = by.permute(op, inp, row_map, rows=rows, fill=by.exceeds(rows, experts.shape[0] * experts.shape[1]))
     return out, row_map
 
 
@@ -102,6 +104,7 @@ def moe_permute_and_pad_with_probs(
     if tokens_per_expert is None:
         allowed = "how many tokens go to each expert, [experts]"
         raise ArgumentError(op, "tokens_per_expert=None", allowed, "pass routing_map.sum(dim=0)")
+    align_size = by.number(op, "align_size", align_size)
     if align_size <= 0:
         raise ArgumentError(op, f"align_size={align_size}", "a positive number", "pass what the recipe needs, 16 or 32")
     _check_tensors(op, inp=inp, probs=probs, routing_map=routing_map)
@@ -276,21 +279,23 @@ def _expert_ids(op: str, routing_map: torch.Tensor) -> torch.Tensor:
     return routing_map.int()
 
 
-def _rows_of_mask(by: Moves, op: str, wanted: int | None, routing: torch.Tensor) -> int:
+def _rows_of_mask(by: Moves, op: str, wanted: Any, routing: torch.Tensor) -> int:
     """The rows of the result."""
-    if wanted is not None and wanted != -1:
-        if wanted <= 0:
-            raise AssertionError(f"{op}: num_out_tokens={wanted}; pass the rows of the result, or -1 to drop nothing")
-        return wanted
-    return by.count(op, routing)
+    rows = -1 if wanted is None else by.number(op, "num_out_tokens", wanted)
+    if rows == -1:
+        return by.count(op, routing)
+    if rows <= 0:
+        raise AssertionError(f"{op}: num_out_tokens={rows}; pass the rows of the result, or -1 to drop nothing")
+    return rows
 
 
-def _rows_of_index(op: str, wanted: int | None, experts: torch.Tensor) -> int:
-    if wanted is None or wanted in (-1, 0):
+def _rows_of_index(by: Moves, op: str, wanted: Any, experts: torch.Tensor) -> int:
+    rows = 0 if wanted is None else by.number(op, "num_out_tokens", wanted)
+    if rows in (-1, 0):
         return experts.shape[0] * experts.shape[1]
-    if wanted < 0:
-        raise AssertionError(f"{op}: num_out_tokens={wanted}; pass the rows of the result, or 0 to drop nothing")
-    return wanted
+    if rows < 0:
+        raise AssertionError(f"{op}: num_out_tokens={rows}; pass the rows of the result, or 0 to drop nothing")
+    return rows
 
 
 # -------------------------------------------------------------------------------------------------- checks
@@ -307,7 +312,7 @@ def _no_probs(probs: torch.Tensor) -> torch.Tensor:
 
 def _check_map_type(op: str, map_type: str) -> None:
     if map_type not in ("mask", "index"):
-        raise ArgumentError(op, f"map_type={map_type!r}", "'mask' or 'index'", "choose one of these")
+        raise choice_error(op, "map_type", map_type, ("mask", "index"))
 
 
 def _check_tensors(op: str, **given: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from te_core import dtypes
@@ -21,6 +22,7 @@ from te_core.tensor import Tensor
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS, check_dtype, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.training.moe_quantized import permute_quantized
+from te_torch.values import integer
 
 Maybe = torch.Tensor | None
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -294,6 +296,12 @@ def _apply(cls: Any, run: Callable[..., Any], first: int, *args: Any) -> Any:
     return cls.apply(*args) if _functorch_active() else _quick_apply[cls](*args)
 
 
+def _refuse_in_capture(op: str, t: torch.Tensor, what: str) -> None:
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        got = f"{what} in the capture of a CUDA graph, which cannot wait for a number"
+        raise UnsupportedError(op, got, "a number of Python's", "pass num_out_tokens, the number of rows of the result")
+
+
 def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
         raise UnsupportedError(
@@ -359,11 +367,19 @@ class Moves:
         """Whether there is nothing to move."""
         return not inp.numel()
 
+    def number(self, op: str, name: str, value: Any) -> int:
+        """An argument that is an integer of any kind. A tensor on a GPU makes the host wait, once."""
+        if isinstance(value, torch.Tensor):
+            _refuse_in_capture(op, value, f"{name} in a tensor")
+        return integer(op, name, value)
+
+    def exceeds(self, rows: int, entries: int) -> bool:
+        """Whether rows may be left that no entry of a map goes to."""
+        return rows > entries
+
     def count(self, op: str, routing: torch.Tensor) -> int:
         """The rows that a mask sends. To count them is to wait for the device."""
-        if routing.is_cuda and torch.cuda.is_current_stream_capturing():
-            got = "num_out_tokens=-1 in the capture of a CUDA graph, which cannot wait for a number"
-            raise UnsupportedError(op, got, "a number", "pass num_out_tokens, the number of rows of the result")
+        _refuse_in_capture(op, routing, "num_out_tokens=-1")
         return int(torch.count_nonzero(routing).item())
 
     def sums(self, op: str, sums: torch.Tensor, counts: torch.Tensor, routing_map: torch.Tensor) -> list[int]:
@@ -398,6 +414,20 @@ class _Traced(Moves):
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
         return guard_or_false(inp.numel() == 0)
+
+    def number(self, op: str, name: str, value: Any) -> int:
+        if isinstance(value, (np.ndarray, np.generic)):  # to a compiler, NumPy's numbers are arrays
+            value = torch.as_tensor(value)
+        if not isinstance(value, torch.Tensor):
+            return integer(op, name, value)
+        number = int(value.item())
+        torch._check(number > 0)
+        return number
+
+    def exceeds(self, rows: int, entries: int) -> bool:
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        return guard_or_true(rows > entries)
 
     def count(self, op: str, routing: torch.Tensor) -> int:
         rows = int(torch.count_nonzero(routing).item())

@@ -14,6 +14,7 @@ import torch
 
 from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
+from te_core.spelling import choice_error
 from te_core.tape import taped
 from te_torch import offloading
 from te_torch.attention import choose, env
@@ -21,7 +22,7 @@ from te_torch.attention.inference import InferenceParams
 from te_torch.autocast import Now
 from te_torch.base.graph import GraphPlan, composed
 from te_torch.base.module import BaseModule
-from te_torch.base.options import check_options
+from te_torch.base.options import check_options, window_of
 from te_torch.base.parallel import compare_options
 from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.base.unit import Unit
@@ -194,8 +195,10 @@ class TransformerLayer(Unit):
         self.name = next_name() if name is None else name
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.num_attention_heads, self.layer_type, self.layer_number = num_attention_heads, layer_type, layer_number
-        self.self_attn_mask_type = canonical_mask("TransformerLayer", self_attn_mask_type)
-        self.enc_dec_attn_mask_type = canonical_mask("TransformerLayer", enc_dec_attn_mask_type)
+        self.self_attn_mask_type = canonical_mask("TransformerLayer", self_attn_mask_type, "self_attn_mask_type")
+        self.enc_dec_attn_mask_type = canonical_mask(
+            "TransformerLayer", enc_dec_attn_mask_type, "enc_dec_attn_mask_type"
+        )
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         self.hidden_dropout, self.use_bias = hidden_dropout, bias
@@ -329,6 +332,11 @@ class TransformerLayer(Unit):
         `encoder_output` is what a decoder's cross attention looks at. The other arguments are those of
         MultiheadAttention, `enc_dec_*` for cross attention; self attention takes cu_seqlens_q for its keys too.
         """
+        operation = "TransformerLayer.forward"
+        if window_size is not None:
+            window_size = window_of(operation, window_size)
+        if enc_dec_window_size is not None:
+            enc_dec_window_size = window_of(operation, enc_dec_window_size, "enc_dec_window_size")
         given: tuple[Any, ...] = (
             attention_mask,
             self_attn_mask_type,
@@ -395,8 +403,10 @@ class TransformerLayer(Unit):
     def _run_parts(self, hidden_states: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
         """The layer's output, part by part; `given`: forward's other arguments."""
         g, operation = Arguments(*given), "TransformerLayer.forward"
-        mask_type = canonical_mask(operation, g.self_attn_mask_type or self.self_attn_mask_type)
-        enc_dec_mask_type = canonical_mask(operation, g.enc_dec_attn_mask_type or self.enc_dec_attn_mask_type)
+        mask_type, enc_dec_mask_type = (
+            canonical_mask(operation, getattr(g, name) or getattr(self, name), name)
+            for name in ("self_attn_mask_type", "enc_dec_attn_mask_type")
+        )
         if g.attention_mask is not None or g.enc_dec_attn_mask is not None:
             _check_masks(operation, attention_mask=g.attention_mask, enc_dec_attn_mask=g.enc_dec_attn_mask)
         if (self.layer_type == "decoder") == (g.encoder_output is None):
@@ -507,7 +517,7 @@ def _check_options(given: dict[str, Any]) -> None:
         raise ArgumentError("TransformerLayer", got, allowed, do)
 
     if given["layer_type"] not in LAYER_TYPES:
-        refuse(f"layer_type={given['layer_type']!r}", " or ".join(map(repr, LAYER_TYPES)), "choose one of these")
+        raise choice_error("TransformerLayer", "layer_type", given["layer_type"], LAYER_TYPES)
     heads = ("hidden_size", "num_attention_heads", "num_gqa_groups", "kv_channels")
     head_sizes("TransformerLayer", *[given[name] for name in heads])
     others = {"layer_type='decoder'": given["layer_type"] == "decoder"}

@@ -15,6 +15,7 @@ import torch
 from te_core.attention import DIMENSIONS, canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.quantize.state import GRAD_OUTPUT, OUTPUT
+from te_core.spelling import choice_error
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.fp8 import kept_high
 from te_torch.attention.inference import InferenceParams
@@ -22,7 +23,7 @@ from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.plan import divisors
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import precision_now
-from te_torch.base.options import check_options
+from te_torch.base.options import check_options, window_of
 from te_torch.base.parallel import check_group, compare_options, size_of
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
@@ -52,6 +53,7 @@ QK_NORMS = ("L2Normalization", *_QK_NORMS)
 
 
 _NOTHING = HandOver()
+_attention = DotProductAttention.forward
 _IGNORED = (
     "encoder_output is ignored: self attention looks at hidden_states alone. To do: leave it out, or pass "
     "attention_type='cross' to the constructor"
@@ -211,9 +213,7 @@ class MultiheadAttention(Unit):
 
     def _add_qk_norms(self, kind: str | None, eps: float, params_dtype: Any, device: Any) -> None:
         if kind is not None and kind not in QK_NORMS:
-            raise ArgumentError(
-                "MultiheadAttention", f"qk_norm_type={kind!r}", ", ".join(("None", *QK_NORMS)), "choose one of these"
-            )
+            raise choice_error("MultiheadAttention", "qk_norm_type", kind, (None, *QK_NORMS))
         self.q_norm: Any = None
         self.k_norm: Any = None
         if kind == "L2Normalization":  # no parameters, so one serves both
@@ -229,8 +229,8 @@ class MultiheadAttention(Unit):
     def _add_projections(self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]) -> None:
         """The modules that make queries, keys and values, under their documented names."""
         if self.attention_type not in ATTENTION_TYPES:
-            got = f"attention_type={self.attention_type!r}"
-            raise AttentionArgumentError("MultiheadAttention", got, "'self' or 'cross'", "correct it")
+            asked = self.attention_type
+            raise choice_error("MultiheadAttention", "attention_type", asked, ATTENTION_TYPES, AttentionArgumentError)
         check_qkv_whole("MultiheadAttention", fused, linear["fuse_wgrad_accumulation"])
         q, kv = self.num_attention_heads * self.kv_channels, self.num_gqa_groups * self.kv_channels
         width, name = self.hidden_size, self.name
@@ -340,7 +340,7 @@ class MultiheadAttention(Unit):
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_kv,
             "attn_mask_type": attn_mask_type,
-            "window_size": window_size,
+            "window_size": None if window_size is None else window_of("MultiheadAttention.forward", window_size),
             "bottom_right_diagonal": bottom_right_diagonal,
             "checkpoint_core_attention": checkpoint_core_attention,
             "core_attention_bias_type": core_attention_bias_type,
@@ -492,11 +492,13 @@ class MultiheadAttention(Unit):
         return self.core_attention(q, k, v, **options), *returned
 
     def _watched(self) -> bool:
-        """Whether the attention has hooks, or another module is in its place: these are given q, k and v."""
+        """Whether the attention has hooks or a forward of the user's, or is another module: these get q, k and v."""
         core = self._modules["core_attention"]
         assert core is not None
         hooks = core._forward_hooks or core._forward_pre_hooks or core._backward_hooks or core._backward_pre_hooks
-        return bool(hooks) or (type(core) is not DotProductAttention and not is_a(core, DotProductAttention))
+        if hooks or "forward" in core.__dict__ or type(core).forward is not _attention:
+            return True
+        return type(core) is not DotProductAttention and not is_a(core, DotProductAttention)
 
     def _split(
         self,

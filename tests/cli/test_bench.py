@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,11 +124,19 @@ def forms(*works: object) -> list[bench.Form]:
     return [bench.Form(name, Module(work), (torch.ones(2, 4),), None) for name, work in works]
 
 
-def test_times_are_those_of_a_call() -> None:
-    slow, quick = forms(("torch", lambda: time.sleep(0.02)), ("te, a", lambda: time.sleep(0.002)))
+def test_times_are_those_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that runs while the modules do, and stands otherwise."""
+    clock = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+
+    def takes(seconds: float) -> Callable[[], None]:
+        return lambda: clock.__setitem__(0, clock[0] + seconds)
+
+    slow, quick = forms(("torch", takes(0.02)), ("te, a", takes(0.002)))
     bench.measure([slow, quick], CPU, 0.1)
-    assert 20 <= slow.row.forward_ms < 40 and 2 <= quick.row.forward_ms < 10
-    assert slow.row.step_ms >= 20 and slow.row.first_step_s >= 0.02
+    for form, seconds in ((slow, 0.02), (quick, 0.002)):
+        row = form.row
+        assert (row.forward_ms, row.step_ms, row.first_step_s) == pytest.approx((1e3 * seconds, 1e3 * seconds, seconds))
 
 
 def test_a_row_that_cannot_run_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,15 +115,78 @@ def test_a_reader_that_has_seen_enough_ends_the_command() -> None:
     assert ran.stdout == "x" * 10 and not ran.stderr
 
 
-def test_json_of_a_training_is_all_that_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["train", "--stpes", "3"], r"usage: te train .*--stpes 3 \(did you mean --steps\?\)"),
+        (["report", "a.py:step", "--foo"], r"usage: te report .*arguments: --foo\n"),
+        (["warmup", "a.py:step", "b"], r"usage: te warmup .*arguments: b\n"),
+    ],
+)
+def test_an_unknown_option_is_told_by_its_command(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(words)
+    assert ended.value.code == 2 and re.match(f"(?s){said}", capsys.readouterr().err)
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words of a short training, but for its text."""
     monkeypatch.setattr(train, "Interrupt", lambda: type("Never", (), {"seen": 0})())
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     (tmp_path / "text").write_bytes(b"to be or not to be, that is the question; " * 40)
     size = "--device cpu --steps 2 --layers 1 --hidden 32 --heads 2 --batch 2 --seq 16 --recipe current".split()
+    return ["train", *size, "--out", str(tmp_path / "out")]
+
+
+@pytest.mark.parametrize("file", ["current", "loss"])  # a checkpoint, the table of losses
+def test_a_full_disk(file: str, training: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that says so, status 1, and no half of a file."""
+    draft = tmp_path / "out" / f"{file}.tmp"
+    draft.parent.mkdir()
+    (draft.with_suffix(".pt")).write_bytes(b"before")
+    draft.symlink_to("/dev/full")
+    with pytest.raises(SystemExit) as ended:
+        main.main([*training, "--no-compare", "--text", str(tmp_path / "text")])
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and said.count("\n") == 1 and "cannot be written (No space left on device)" in said
+    assert not draft.is_symlink() and draft.with_suffix(".pt").read_bytes() == b"before"
+    assert ("one from before is as it was" in said) == (file == "current")
+
+
+def test_a_training_goes_on_as_it_began(
+    training: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In its recipe, with its text, without the run that was left out; what may change does so for both runs."""
+    assert main.main([*training, "--no-compare", "--text", str(tmp_path / "text")]) == 0
+    again = ["train", "--device", "cpu", "--out", str(tmp_path / "out"), "--resume"]
+    for words, said in {
+        ("--steps", "1"): "current.pt is of step 2. Choose --steps 2, or more",
+        ("--compare", "--steps", "3"): "none.pt is of step 0, so that another --steps would change one run",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            main.main([*again, *words])
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+    for words, runs, steps in (((), 1, 2), (("--steps", "3"), 1, 3), (("--compare",), 2, 3), (("--lr", "1e-4"), 2, 3)):
+        assert main.main([*again, *words, "--json"]) == 0
+        said = capsys.readouterr()
+        found = json.loads(said.out)
+        assert [run["name"] for run in found["runs"]] == ["FP8 current", "bf16"][:runs]
+        assert {len(run["losses"]) for run in found["runs"]} == {steps} and found["settings"]["recipe"] == "current"
+        assert ": text, " in said.err
+    (tmp_path / "out" / "block.pt").touch()
+    with pytest.raises(SystemExit):
+        main.main(again)
+    assert "has checkpoints of current, block. Choose one" in capsys.readouterr().err
+
+
+def test_json_of_a_training_is_all_that_is_printed(
+    training: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    assert main.main(["train", *size, "--text", str(tmp_path / "text"), "--out", str(out), "--json"]) == 0
+    assert main.main([*training, "--text", str(tmp_path / "text"), "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert [run["name"] for run in found["runs"]] == ["FP8 current", "bf16"] and len(found["runs"][0]["losses"]) == 2
@@ -131,5 +194,5 @@ def test_json_of_a_training_is_all_that_is_printed(
     assert all(Path(path).is_file() for path in found["written"]) and "loss" in said.err
 
     (out / "loss.png").unlink(missing_ok=True)  # as without matplotlib: --resume draws it, and trains nothing again
-    assert main.main(["train", *size, "--text", str(tmp_path / "text"), "--out", str(out), "--resume"]) == 0
+    assert main.main([*training, "--text", str(tmp_path / "text"), "--resume"]) == 0
     assert (out / "loss.png").is_file() and re.search(r"tokens/s +- +-\n", capsys.readouterr().out)

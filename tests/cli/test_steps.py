@@ -64,7 +64,9 @@ def test_a_report_says_what_ran(place: str, train: Path, capsys: pytest.CaptureF
 
 def test_a_warmup_runs_the_step_twice(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["warmup", "my_steps:step", "--json"]) == 0
-    seconds = json.loads(capsys.readouterr().out)["seconds"]
+    found = json.loads(capsys.readouterr().out)
+    seconds = found["seconds"]
+    assert not found["on disk"]  # of a model on the CPU
     assert len(seconds) == len(sys.modules["my_steps"].calls) == 2 and min(seconds) > 0
 
 
@@ -75,13 +77,14 @@ def test_a_warmup_runs_the_step_twice(train: Path, capsys: pytest.CaptureFixture
         ("other.py:step", "there is no such file"),
         ("other.steps:step", "no module other here"),
         ("my_steps:stepp", "did you mean step?"),
-        ("my_steps:model", "has no function model"),
+        ("my_steps:modle", "has no function modle\n"),
+        ("my_steps:model", "model of my_steps is no function, but of type int\n"),
     ],
 )
 def test_a_mistake_in_the_command_ends_it_in_a_line(
     step: str, said: str, train: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if step.endswith(":model"):
+    if ":mod" in step:
         (train / "my_steps.py").write_text("model = 3")
     with pytest.raises(SystemExit) as ended:
         main.main(["report", step])

@@ -99,7 +99,7 @@ def test_types_stay_singletons():
 
 @pytest.mark.parametrize("unknown", ["float7", "complex64", np.complex64, np.dtype(">f4"), object(), "torch.qint8"])
 def test_unknown_types_are_named_with_the_known_ones(unknown):
-    with pytest.raises(ArgumentError, match="float8_e4m3.*To do: name one of these types"):
+    with pytest.raises(ArgumentError, match="float8_e4m3.*To do: choose one of these"):
         dtype(unknown)
 
 

@@ -293,7 +293,7 @@ def test_a_rank_that_fails() -> None:
             raise
 
     with pytest.raises((KeyError, LibraryError)):
-        InProcessRanks(2, timeout=5).run(run)
+        InProcessRanks(2).run(run)
     assert len(seen) == 1 and "did not come" in str(seen[0])
 
 

@@ -292,10 +292,10 @@ WRONG = [
     (NVFP4BlockScaling, "disable_2d_quantization", "1", "True or False"),
     (NVFP4BlockScaling, "row_scaled_activation", 0, "True or False"),
     (NVFP4BlockScaling, "row_scaled_activation", True, "disable_rht=True"),
-    (NVFP4BlockScaling, "nvfp4_4over6", "gradients", "'none' or 'weights' or 'activations' or 'all'"),
+    (NVFP4BlockScaling, "nvfp4_4over6", "gradients", "'none', 'weights', 'activations' or 'all'"),
     (NVFP4BlockScaling, "nvfp4_4over6", "activations", "unless disable_rht=True"),
     (NVFP4BlockScaling, "nvfp4_4over6", "all", "unless disable_rht=True"),
-    (NVFP4BlockScaling, "nvfp4_4over6_e4m3_use_256", True, "'none' or 'weights' or 'activations' or 'all'"),
+    (NVFP4BlockScaling, "nvfp4_4over6_e4m3_use_256", True, "'none', 'weights', 'activations' or 'all'"),
     (NVFP4BlockScaling, "nvfp4_4over6_err_mode", "mae", "'MAE' or 'MSE'"),
     (NVFP4BlockScaling, "fp4_format", Format.E4M3, "Format.E2M1"),
     (NVFP4BlockScaling, "fp8_format", Format.HYBRID, "Format.E4M3"),
@@ -317,8 +317,8 @@ def test_wrong_fields_are_named_when_given_and_when_assigned():
         with pytest.raises(ArgumentError) as assigned:
             later.resolve()
         for error in (given.value, assigned.value):
-            assert error.operation == recipe.__name__ and error.got == f"{field}={value!r}"
-            assert allowed in error.allowed and error.do == f"correct {field}"
+            assert error.operation == recipe.__name__ and error.got.startswith(f"{field}={value!r}")
+            assert allowed in error.allowed and error.do in (f"correct {field}", "choose one of these")
 
 
 ASSIGNED = [

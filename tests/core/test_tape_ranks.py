@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -168,7 +167,7 @@ def test_memory_of_a_collective_stays_until_it_is_awaited() -> None:
 def test_a_rank_that_fails_ends_a_replay_of_the_others() -> None:
     """As it ends the layer itself."""
     module, spec, inputs = linear_case("row", False, None, 512)
-    ranks = InProcessRanks(2, timeout=5.0)
+    ranks = InProcessRanks(2)
     layers = [Layer(module, spec, True) for _ in range(2)]
     comms = [ranks.of(i) for i in range(2)]
     for turn in range(2):
@@ -186,4 +185,4 @@ def test_a_rank_that_fails_ends_a_replay_of_the_others() -> None:
 
     with pytest.raises((RuntimeError, LibraryError)):
         ranks.run(step)
-    assert len(seen) == 1 and threading.active_count() >= 1
+    assert len(seen) == 1

@@ -22,7 +22,7 @@ RANKS = GUIDES / "06-several-gpus.md"
 WITH_GPU = [page for page in pages() if needs_gpu(page.read_text())]
 
 
-@more_without_gpu  # `make check` runs them, too
+@more_without_gpu  # `make check` follows the links, too
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_page(page: Path) -> None:
     text = page.read_text()
@@ -53,11 +53,9 @@ def losses(script: str, ranks: int, folder: Path) -> list[float]:
     (folder / "script.py").write_text(script)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"GLOO_SOCKET_IFNAME": LOOPBACK[0]} if LOOPBACK else {}
-    env["PYTHONUNBUFFERED"] = "1"  # an abort at the end takes no line along
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*command, "script.py"], cwd=folder, env=env, text=True, capture_output=True, timeout=240)
-    # What torch's threads may do once a script has ended, as the page says; the caller counts the losses.
-    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
     found = [float(loss) for loss in re.findall(r"step \d+: loss (\d+\.\d{3})", done.stdout)]  # ranks share the lines
     assert len(found) == 10, done.stdout + done.stderr[-3000:]
     return found
@@ -65,6 +63,13 @@ def losses(script: str, ranks: int, folder: Path) -> list[float]:
 
 def test_scripts_of_ranks_are_short() -> None:
     assert len(scripts_of_ranks()) == 5 and max(len(script.splitlines()) for script in scripts_of_ranks()) <= 40
+
+
+def test_scripts_of_ranks_end_at_once() -> None:
+    """One in five aborted as its interpreter closed: what gloo's threads still held was freed too late."""
+    for script in scripts_of_ranks():
+        assert script.splitlines()[-1].startswith("os._exit(0)")
+        assert script.count("flush=True") == script.count("print(")
 
 
 @pytest.mark.more

@@ -21,6 +21,7 @@ from te_jax import record  # noqa: E402
 from te_core import UnsupportedError  # noqa: E402
 from te_core.tape.hosted import Brought  # noqa: E402
 from tests.backends import jax_on_gpu  # noqa: E402
+from tests.covering import covering  # noqa: E402
 from tests.reference import attention as reference  # noqa: E402
 from tests.tolerances import DB, snr_db  # noqa: E402
 
@@ -81,12 +82,20 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...] | None, bool, bool]]
 class Problem:
     """Arrays of a case in rows [batch, length, heads, width], and what the reference takes."""
 
-    def __init__(self, name: str) -> None:
-        self.mask, options, bias, alike, self.packed = CASES[name]
+    def __init__(
+        self,
+        mask: str,
+        options: dict[str, Any],
+        bias: tuple[int, ...] | None = None,
+        alike: bool = False,
+        packed: bool = False,
+        turned: bool = False,
+    ) -> None:
+        self.mask, self.packed = mask, packed
         self.options = options | {"attn_mask_type": self.mask}
-        self.lengths = (LEN_Q, LEN_Q) if alike else (LEN_Q, LEN_KV)
+        self.lengths = (LEN_Q, LEN_Q) if alike else (LEN_KV, LEN_Q) if turned else (LEN_Q, LEN_KV)
         padded = self.packed or "padding" in self.mask
-        queries, keys = (16, 16) if alike else (16, 24)
+        queries, keys = (16, 16) if alike else (24, 16) if turned else (16, 24)
         shapes = {"q": (3, queries, HEADS, QK), "k": (3, keys, GROUPS, QK), "v": (3, keys, GROUPS, V)}
         self.arrays = {n: drawn(*shape, seed=i) for i, (n, shape) in enumerate(shapes.items())}
         self.dy = drawn(3, queries, HEADS, V, seed=9)
@@ -101,7 +110,7 @@ class Problem:
             )
         self.problem = reference.Problem(
             options.get("scaling_factor", QK**-0.5), left, 0 if "causal" in self.mask else right,
-            self.mask.endswith("bottom_right") or ("causal" not in self.mask and left >= 0),
+            self.mask.endswith("bottom_right"),
             *(np.asarray(n) if padded else None for n in self.lengths),
             bias=None if bias is None else self.arrays["bias"][:, :, :16, :24],
             softmax=options.get("softmax_type", "vanilla"), sink=self.arrays.get("sink"),
@@ -143,7 +152,7 @@ class Problem:
 
 @pytest.mark.parametrize("name", CASES)
 def test_is_attention(name: str, refused: Any) -> None:
-    p = Problem(name)
+    p = Problem(*CASES[name])
     given = [p.given(n, a) for n, a in p.arrays.items()]
     found, wanted = refused(p.call, given)(*given), p.wanted()
     for key, value in found.items():
@@ -154,11 +163,29 @@ def test_is_attention(name: str, refused: Any) -> None:
     assert "attention forward on" in te.explain() and "plain JAX" in te.explain()
 
 
+@covering(
+    turns=2,
+    mask=[member.value for member in te.AttnMaskType],
+    window=[None, (1, 1), (3, 0), (0, 2), (-1, 2), (2, -1)],
+    side=["more keys", "more queries", "packed", "packed, more queries"],
+)
+def test_windows_of_unlike_lengths(mask: str, window: tuple[int, int] | None, side: str) -> None:
+    """As documented: query i sees the keys i - left to i + right. The last query is beside the last key only where the
+    mask says bottom right."""
+    if side.startswith("packed") and "padding" not in mask:
+        mask = {"no_mask": "padding"}.get(mask, f"padding_{mask}")
+    p = Problem(mask, {"window_size": window}, packed="packed" in side, turned="more queries" in side)
+    given = [p.given(n, a) for n, a in p.arrays.items()]
+    found, wanted = p.call(*given), p.wanted()
+    for key, value in found.items():
+        assert snr_db(value, wanted[key]) > DB["fp32"], key
+
+
 @pytest.mark.skipif(ON_GPU, reason="hardware: a GPU refuses both ways")
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["learnable", "padded causal", "packed"])
 def test_either_way_reads_what_the_other_saved(name: str, way: str, refused: Any) -> None:
-    p = Problem(name)
+    p = Problem(*CASES[name])
     given = [p.given(n, a) for n, a in p.arrays.items()]
     both = jax.block_until_ready(jax.jit(p.call)(*given))  # before te_core is made to refuse
     one = refused(p.call, given, (way,))(*given)

@@ -155,7 +155,7 @@ def test_a_state_of_each_device_stays_its_own() -> None:
 
 
 def test_mesh_resources_that_are_refused() -> None:
-    for field in ("pp_resource", "cp_resource"):
+    for field in ("pp_resource", "cp_resource", "ep_resource"):
         with pytest.raises(UnsupportedError, match=f"{field}='x'.*leave {field} out"):
             te.MeshResource(**{field: "x"})
     with pytest.raises(ArgumentError, match="dp_resource=3"):

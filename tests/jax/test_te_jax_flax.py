@@ -22,7 +22,7 @@ from flax.training.train_state import TrainState  # noqa: E402
 
 from te_core import ArgumentError, UnsupportedError, hints  # noqa: E402
 from te_core.errors import MissingPackageError  # noqa: E402
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe  # noqa: E402
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe  # noqa: E402
 from tests.jax.test_te_jax import NAMES, ON_GPU, drawn, equal, nearly  # noqa: E402
 
 KEY, STATES = jax.random.key(0), "_overwrite_with_gradient"
@@ -73,19 +73,21 @@ def _parts_of_mlp(p: Any, s: Any, x: Any) -> Any:
 
 
 ALIKE: dict[str, tuple[Any, Any]] = {
-    "DenseGeneral": (modules.DenseGeneral((3, 32), use_bias=True), _dense),
-    "LayerNormDenseGeneral": (modules.LayerNormDenseGeneral(32, return_layernorm_output=False), _norm_dense),
+    "DenseGeneral": (modules.DenseGeneral((3, 32)), _dense),
+    "LayerNormDenseGeneral": (modules.LayerNormDenseGeneral(32), _norm_dense),
     "LayerNormDenseGeneral and its norm": (
         modules.LayerNormDenseGeneral(
-            32, layernorm_type="rmsnorm", zero_centered_gamma=True, epsilon=1e-5, depth_scaling=2.0
+            32,
+            layernorm_type="rmsnorm",
+            zero_centered_gamma=True,
+            epsilon=1e-5,
+            depth_scaling=2.0,
+            return_layernorm_output=True,
         ),
         _norm_and_dense,
-    ),
-    "LayerNormMLP": (
-        modules.LayerNormMLP(64, use_bias=True, activations=("silu", "linear"), return_layernorm_output=False),
-        _mlp,
-    ),
-    "LayerNormMLP and its norm": (modules.LayerNormMLP(64), _parts_of_mlp),
+    ),  # fmt: skip
+    "LayerNormMLP": (modules.LayerNormMLP(64, use_bias=True, activations=("silu", "linear")), _mlp),
+    "LayerNormMLP and its norm": (modules.LayerNormMLP(64, return_layernorm_output=True), _parts_of_mlp),
 }
 
 
@@ -295,7 +297,7 @@ def test_how_parameters_begin() -> None:
 
 
 def trained(steps: int) -> tuple[TrainState, list[float], Any]:
-    model = modules.TransformerLayer(**SMALL, use_bias=True)
+    model = modules.TransformerLayer(**SMALL, use_bias=True, intermediate_dropout=0.1)
     target = drawn(2, 16, 64, seed=1)
 
     @jax.jit
@@ -337,7 +339,7 @@ def test_a_module_that_is_used_twice_has_one_next_state() -> None:
     class Twice(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            both = modules.DenseGeneral(64, name="both")
+            both = modules.DenseGeneral(64, use_bias=False, name="both")
             return both(jnp.tanh(both(x)))
 
     with te.autocast(recipe=DELAYED):
@@ -352,7 +354,7 @@ def test_a_module_that_is_used_twice_has_one_next_state() -> None:
 
 
 def test_recipes_come_from_the_region() -> None:
-    module = modules.LayerNormMLP(64, return_layernorm_output=False)
+    module = modules.LayerNormMLP(64)
     with te.autocast(recipe=DELAYED):
         variables = nn.unbox(module.init(KEY, X))
         fp8 = module.apply(variables, X)[0]
@@ -468,7 +470,7 @@ def test_softmax(kind: modules.SoftmaxType) -> None:
     mask = hidden["scaled_masked"] if kind == modules.SoftmaxType.SCALED_MASKED else None
     for given in (0.0, bias):
         ours = lambda x, b=given: modules.Softmax(0.5, kind).apply({}, x, mask, b if b is bias else None)  # noqa: E731
-        plain = lambda x, b=given: jax.nn.softmax(jnp.where(seen, 0.5 * x + b, -jnp.inf), -1)  # noqa: E731
+        plain = lambda x, b=given: jax.nn.softmax(jnp.where(seen, 0.5 * (x + b), -jnp.inf), -1)  # noqa: E731
         (y, back), (wanted, other) = (jax.vjp(f, x) for f in (ours, plain))
         near(y, wanted, 1e-5)
         near(back(dy)[0], other(dy)[0], 1e-4)
@@ -477,7 +479,7 @@ def test_softmax(kind: modules.SoftmaxType) -> None:
 def test_nnx_trains_them() -> None:
     """Through flax's bridge: the gradient of the states is the next states."""
     nnx = pytest.importorskip("flax.nnx")
-    module = modules.LayerNormMLP(64, return_layernorm_output=False)
+    module = modules.LayerNormMLP(64)
     with flax.config.temp_flip_flag("always_shard_variable", False), te.autocast(recipe=DELAYED):
         model = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(X)
 
@@ -492,6 +494,19 @@ def test_nnx_trains_them() -> None:
 
         first, second = step(model), step(model)
     assert second < 0.9 * first and (model.scaling.get_value().scale_bwd[::2] != 1).all()
+
+
+def test_one_random_stream_of_nnx_is_enough() -> None:
+    """As for flax's own dropout: draws for which no stream is named take that of parameters."""
+    nnx, q = pytest.importorskip("flax.nnx"), drawn(2, 16, 4, 16)
+    with flax.config.temp_flip_flag("always_shard_variable", False), te.autocast(recipe=NVFP4BlockScaling()):
+        attention = modules.DotProductAttention(16, 4, attention_dropout=0.5)
+        model = nnx.bridge.ToNNX(attention, rngs=nnx.Rngs(0)).lazy_init(q, q, q)
+        assert (model(q, q, q) != model(q, q, q)).any()
+        model = nnx.bridge.ToNNX(modules.DenseGeneral(64), rngs=nnx.Rngs(0)).lazy_init(X)
+        grad = nnx.grad(lambda m: (m(X) ** 2).mean(), argnums=nnx.DiffState(0, nnx.Param))
+        one, other = (grad(model)["kernel"].get_value() for _ in range(2))
+    assert (one != other).any()  # gradients are rounded by draws
 
 
 def test_rules_for_axes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,12 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 import te_jax as te  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
-from te_jax import record, rules  # noqa: E402
+from te_jax import quantizing, record, rules  # noqa: E402
 from te_jax.state import _update  # noqa: E402
 
 from te_core import UnsupportedError  # noqa: E402
 from te_core.layers.table import LAYERS  # noqa: E402
+from te_core.recipe import Float8CurrentScaling  # noqa: E402
 from te_core.tensor import cuda_device  # noqa: E402
 from tests.jax.test_te_jax import DELAYED, ON_GPU, W1, W2, B, P, X, alike, loss_of  # noqa: E402
 
@@ -54,11 +56,10 @@ def test_nothing_large_is_copied() -> None:
     assert min(W1.size, W2.size, X.size) > largest
 
 
-def test_a_compiled_program_outlives_what_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_program_outlives_what_made_it() -> None:
     state = te.scaling(DELAYED, te.layernorm_mlp)
     compiled = jax.jit(BOTH).lower(P, state, X[:3]).compile()
     wanted = compiled(P, state, X[:3])
-    monkeypatch.setattr(rules.Layered, "made", {})
     for layer in LAYERS.values():
         layer.calls.clear()
     jax.clear_caches()
@@ -66,9 +67,25 @@ def test_a_compiled_program_outlives_what_made_it(monkeypatch: pytest.MonkeyPatc
     alike(compiled(P, state, X[:3]), wanted)
 
 
+def test_shapes_leave_nothing_that_jax_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What te_jax makes for a shape is JAX's to keep, and goes with its caches. (Programs that run stay known.)"""
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+    for kind in (rules.Layered, quantizing.Kind):
+        monkeypatch.setattr(kind, "settle", lambda self, settle=kind.settle: [settle(self), made.add(self)])
+    monkeypatch.setattr(record, "_works", dict(record._works))
+    for rows in (41, 42, 41):
+        te.dense(jnp.ones((rows, 64)), W2)
+        te.quantize(jnp.ones((rows, 64)), Float8CurrentScaling())
+    assert len(made) == 4
+    monkeypatch.undo()
+    jax.clear_caches()
+    gc.collect()
+    assert not made
+
+
 def test_a_program_has_room_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs of one kind may need different temporaries. A GPU for which it was not lowered must need no more."""
-    work, needed = _update(2, 4, "max", 448.0), {0: 0, 1: 512, 2: 256, 3: 1024}
+    work, needed = _update.__wrapped__(2, 4, "max", 448.0), {0: 0, 1: 512, 2: 256, 3: 1024}
 
     def brought(rt: Any, *_: Any) -> Any:
         return SimpleNamespace(made=SimpleNamespace(block=needed[rt], results=tuple))

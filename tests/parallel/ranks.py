@@ -60,10 +60,9 @@ from tests.recordings import going_well
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = [name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exists()]
 START = 180.0  # seconds in which a process has to be there, or to have imported what it is to run
-#: Seconds beyond the group's timeout, by device. A rank on a GPU may be ended by torch's watchdog: it looks ten times a
-#: second, gives the other ranks time to write what they did (`WATCHDOG`), prints stacks, and aborts a process with a
-#: CUDA context.
-GRACE = {"cpu": 3.0, "cuda": 20.0}
+#: Seconds beyond the group's timeout. A rank on a GPU may be ended by torch's watchdog: it looks ten times a second,
+#: gives the others time to write what they did (`WATCHDOG`), prints stacks, and aborts a process with a CUDA context.
+GRACE = 60.0
 #: A watchdog that has found a collective late waits four times so many milliseconds before it ends the process, for a
 #: dump of what the ranks did: a minute, unless told otherwise, and a test has nobody to read the dump.
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
@@ -184,7 +183,7 @@ class Ranks:
                     continue
                 found[outcome.rank] = outcome
                 if outcome.how != "returned":
-                    deadline = min(deadline, time.monotonic() + group_timeout + GRACE[self.device])
+                    deadline = min(deadline, time.monotonic() + group_timeout + GRACE)
         for process in self._processes:
             if process.rank.number not in found:
                 found[process.rank.number] = process.hung()
@@ -262,8 +261,10 @@ class _Process:
 
     def hung(self) -> Outcome:
         """It did not answer in time: where it stands."""
-        os.kill(self._process.pid, signal.SIGUSR1)  # _serve has faulthandler print the stacks
-        time.sleep(0.5)
+        os.kill(self._process.pid, signal.SIGUSR1)  # _serve has faulthandler print the stacks, its own at last
+        end = time.monotonic() + START
+        while " in _serve" not in self._output() and time.monotonic() < end:
+            time.sleep(0.02)
         return Outcome(self.rank.number, "hung", output=self._output())
 
     def stop(self) -> None:
@@ -337,8 +338,10 @@ def _return_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _meet(store: Any, rank: Rank, word: str) -> None:
-    """Wait until all ranks have come as far as this."""
+def meet(rank: Rank, word: str, store: Any = None) -> None:
+    """Wait until all ranks have come as far as this, by a store: no message of the group's is needed."""
+    if store is None:
+        store = importlib.import_module("torch.distributed").distributed_c10d._get_default_store()
     store.set(f"{word} {rank.number}", "")
     store.wait([f"{word} {i}" for i in range(rank.world)], timedelta(seconds=START))
 
@@ -354,7 +357,7 @@ def _group(rank: Rank, store: str, seconds: float) -> Iterator[None]:
     if rank.device == "cuda":
         torch.cuda.set_device(rank.number % torch.cuda.device_count())
     meeting = dist.FileStore(store, rank.world)
-    _meet(meeting, rank, "here")  # a short timeout shall not count what another rank still imports
+    meet(rank, "here", meeting)  # a short timeout shall not count what another rank still imports
     dist.init_process_group(
         "nccl" if rank.device == "cuda" else "gloo",
         store=dist.PrefixStore("group", meeting),
@@ -363,7 +366,7 @@ def _group(rank: Rank, store: str, seconds: float) -> Iterator[None]:
         timeout=timedelta(seconds=START),  # connecting takes seconds where cores are shared: that is not what is tested
     )
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
-    _meet(meeting, rank, "connected")  # a rank that fails at once takes its group down: not while others still connect
+    meet(rank, "connected", meeting)  # a rank that fails at once takes its group down: not while others still connect
     try:
         yield
         if dist.is_initialized():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +25,7 @@ from te_torch import amax_reduction, updates
 from te_torch import state as scaling
 from tests.module_steps import differences, values
 from tests.parallel.amax_steps import RULE, batch, counted, error_of, forward, fp8_state, make, step, train
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank, Ranks, meet
 
 
 def region(modules: Any, x: torch.Tensor, **rule: Any) -> list[torch.Tensor]:
@@ -235,12 +234,12 @@ def seen_out_of_step(rank: Rank) -> Any:
 
 def test_a_rank_out_of_step_is_seen_later(two: Ranks) -> None:
     """Where heads are looked at later: both say so in the reduction after that one, and none waits for the other."""
-    for number, (error, done, _) in enumerate(two.run(seen_out_of_step, group_timeout=30)):
+    for number, (error, done, _) in enumerate(two.run(seen_out_of_step)):
         assert error.startswith("ArgumentError") and "out of step, 1 reduction ago" in error and done == 3
         assert f"rank {number} is at the end of a {'region' if number else 'backward pass'}" in error
 
 
-def leaves_out_a_whole_step(rank: Rank, wait: float) -> Any:
+def leaves_out_a_whole_step(rank: Rank) -> Any:
     module, found = make(rank, "Linear"), []
     for number in range(4):
         if rank.number == 0 and number == 3:  # which waits in vain
@@ -248,8 +247,7 @@ def leaves_out_a_whole_step(rank: Rank, wait: float) -> Any:
         if rank.number == 0 or number != 2:
             error = error_of(lambda number=number: step(module, batch(rank.number, number, rank.device)))
             found.append((error, fp8_state(module)))
-    if rank.number == 1:
-        time.sleep(wait)
+    meet(rank, "waited")  # until then the group is there
     dist.destroy_process_group()
     return found
 
@@ -259,7 +257,7 @@ def test_a_whole_step_left_out(pair: Ranks) -> None:
 
     With gloo alone: with NCCL torch's watchdog ends the rank that waits, as in `test_a_rank_that_dies`.
     """
-    first, second = pair.run(leaves_out_a_whole_step, 1.5)
+    first, second = pair.run(leaves_out_a_whole_step)
     for (error, state), (other, states) in zip(first, second, strict=False):
         assert error == other == "" and not differences(state, states)
     assert len(first) == 4 and len(second) == 3
@@ -277,7 +275,7 @@ def dies(rank: Rank) -> None:
 
 def test_a_rank_that_dies(two: Ranks) -> None:
     """With NCCL torch's watchdog ends the other one."""
-    first, second = two.outcomes(dies, group_timeout=5 if two.device == "cpu" else 15)
+    first, second = two.outcomes(dies) if two.device == "cpu" else two.outcomes(dies, group_timeout=15)
     assert two.seconds < (30 if two.device == "cpu" else 60)
     if two.device == "cuda":
         assert second.how == "died" and first.waited_in_vain(), str(first)

@@ -148,7 +148,7 @@ def two_groups_at_once(rank: Rank) -> Any:
 
 def test_groups_have_one_order(ranks: Ranks) -> None:
     """Whichever a rank came to first: else each rank would wait in the group of the other."""
-    found = ranks.run(two_groups_at_once, group_timeout=20)
+    found = ranks.run(two_groups_at_once)
     assert all(not differences(state, found[0]) for state in found)
 
 

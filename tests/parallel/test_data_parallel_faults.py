@@ -21,10 +21,10 @@ from te_torch.training import collectives
 from tests.parallel.conftest import NCCL
 from tests.parallel.exchanges import CASES, prepared, said_by, unclear
 from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
-from tests.parallel.ranks import Outcome, Rank, Ranks, wait_no_longer_than
+from tests.parallel.ranks import Outcome, Rank, Ranks, meet, wait_no_longer_than
 
-#: Seconds that a collective waits, where it waits in vain. Ranks on GPUs compile kernels in the first step, not all as
-#: fast, and none is to be late for that.
+#: Seconds that a collective waits, where it waits in vain; on the CPU from there on, so that no rank is late before.
+#: Ranks on GPUs compile kernels in the first step, not all as fast.
 PATIENCE = {"cpu": 6.0, "cuda": 15.0}
 NO_ORDER = "collectives are paired by their order there, whatever they are: what comes of unlike ones is not defined"
 SHORT = 0.4  # the same where several wait, one after the other
@@ -32,6 +32,11 @@ SHORT = 0.4  # the same where several wait, one after the other
 WAITED = {
     name: CASES[name] for name in ("gather", "quantized gather, later", "scatter", "forward maxima", "statistics")
 }
+
+
+def patience(ranks: Ranks) -> dict[str, float]:
+    """Of the whole run."""
+    return {} if ranks.device == "cpu" else {"group_timeout": PATIENCE["cuda"]}
 
 
 def dies(rank: Rank, how: str) -> None:
@@ -42,6 +47,8 @@ def dies(rank: Rank, how: str) -> None:
         model = shard(build("delayed", how == "fsdp2 quantized", rank.device), mesh_of(rank.device, rank.world))
     optimizer = optimizer_of(model)
     for i in range(3):
+        if i == 1 and rank.device == "cpu":
+            wait_no_longer_than(PATIENCE["cpu"])
         if i == 1 and rank.number == rank.world - 1:
             os._exit(3)
         step(model, optimizer, "delayed", batch(rank.number, i, rank.device))
@@ -50,7 +57,7 @@ def dies(rank: Rank, how: str) -> None:
 @pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full), "fsdp2 quantized"])
 def test_a_rank_that_dies(ranks: Ranks, how: str) -> None:
     """With NCCL torch's watchdog ends the others."""
-    *others, last = ranks.outcomes(dies, how, group_timeout=PATIENCE[ranks.device])
+    *others, last = ranks.outcomes(dies, how, **patience(ranks))
     assert (last.how, last.text) == ("died", "exit code 3")
     for outcome in others:
         if ranks.device == "cuda":
@@ -79,7 +86,7 @@ def other_model(rank: Rank, how: str) -> None:
 def test_ranks_with_other_models(ranks: Ranks, how: str) -> None:
     if ranks.device == "cuda" and how == "fsdp2":
         pytest.skip(NO_ORDER)
-    for outcome in ranks.outcomes(other_model, how, group_timeout=PATIENCE[ranks.device]):
+    for outcome in ranks.outcomes(other_model, how, **patience(ranks)):
         assert outcome.how == "raised", str(outcome)
     assert ranks.seconds < 60
 
@@ -128,8 +135,8 @@ def left_alone(rank: Rank, folder: str, dead: bool) -> dict[str, tuple[str, floa
     # Of more than two ranks some have no connection to the one that died: they wait for those that have, which fail.
     seconds = 60.0 if dead and rank.world == 2 else SHORT
     calls = prepared(rank, CASES if dead else WAITED, seconds)
+    meet(rank, "prepared")  # all have what they were sent before
     if last:
-        time.sleep(0.5)  # the others have all that they were sent before
         if dead:
             os._exit(3)
         alone = dist.new_group([rank.number], use_local_synchronization=True)
@@ -183,10 +190,9 @@ def test_what_a_backend_does_not_take(pair: Ranks) -> None:
 
 def gone_before(rank: Rank) -> str:
     """A rank waits for another that died, when its own group is gone."""
+    wait_no_longer_than(PATIENCE["cpu"])
     if rank.number:
-        dist.barrier()
         os._exit(0)
-    dist.barrier()
     _, handle = collectives.allreduce(torch.ones(4), async_op=True)
     dist.destroy_process_group()
     with pytest.raises(LibraryError) as error:
@@ -195,7 +201,7 @@ def gone_before(rank: Rank) -> str:
 
 
 def test_a_group_that_is_gone(pair: Ranks) -> None:
-    first, _ = pair.outcomes(gone_before, group_timeout=PATIENCE["cpu"])
+    first, _ = pair.outcomes(gone_before)
     assert first.how == "returned" and "of a group that is gone" in first.value, str(first)
 
 

@@ -487,5 +487,5 @@ def seen_by_one(rank: Rank) -> Any:
 
 def test_the_worst_rank_decides(two: Ranks) -> None:
     """A rank that finds nothing wrong with its own result searches on with the others."""
-    first, second = two.run(seen_by_one, group_timeout=15.0)
+    first, second = two.run(seen_by_one)
     assert first == second and first[:2] == (["1.up"], "found")

@@ -99,7 +99,7 @@ def bisected(rank: Rank, how: str, compare: str | None) -> Any:
 @pytest.mark.parametrize("how", ["FSDP2", "DDP", *(pytest.param(h, marks=pytest.mark.more) for h in ("HSDP", "FSDP1"))])
 def test_bisect_where_ranks_share_weights(two: Ranks, how: str, compare: str) -> None:
     """All ranks run the same steps, however their own batches and shards are off, and name the same."""
-    first, second = two.run(bisected, how, compare, group_timeout=30)
+    first, second = two.run(bisected, how, compare)
     assert first == second and first[5]
     assert set(first[0]) == {"1.up"} and first[2] == "found"
 

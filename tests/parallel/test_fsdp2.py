@@ -254,7 +254,7 @@ def test_shards_that_cut_through_a_block(gloo_ranks: Ranks, name: str, block: in
         (block * ranks - 1, f"of the shards of {block} rows has {block - 1} and ends inside a block of {block}"),
         (3, f"shards of {-(-3 // ranks)} rows cut through a block of {block}"),
     ):
-        outcomes = gloo_ranks.outcomes(uneven, name, rows, group_timeout=20)
+        outcomes = gloo_ranks.outcomes(uneven, name, rows)
         refused(outcomes, rows, ranks, block, why)
 
 
@@ -269,7 +269,7 @@ def uneven_on_a_mesh(rank: Rank, name: str, width: int) -> None:
 def test_last_shards_on_a_mesh_of_two_dimensions(ranks_of: Callable[..., Ranks], name: str, block: int) -> None:
     """What counts is the number of shards, not that of the ranks; where it divides, nothing is said."""
     four = ranks_of(4, "cpu")
-    outcomes = four.outcomes(uneven_on_a_mesh, name, 2 * block - 1, group_timeout=20)
+    outcomes = four.outcomes(uneven_on_a_mesh, name, 2 * block - 1)
     refused(outcomes, 2 * block - 1, 2, block, "the last of")
     assert four.run(uneven_on_a_mesh, name, 2 * block) == [None] * 4
 

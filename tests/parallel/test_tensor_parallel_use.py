@@ -452,7 +452,7 @@ def different(rank: Rank, what: str) -> str:
 @pytest.mark.parametrize("what", ["rows", "width", "mode", "recipe"])
 def test_ranks_that_differ(ranks: Ranks, what: str) -> None:
     """All of them say the same, and none hangs."""
-    found = ranks.run(different, what, timeout=60.0)
+    found = ranks.run(different, what)
     assert len(set(found)) == 1 and found[0].startswith("ArgumentError") and re.search("on ranks? 1", found[0])
 
 
@@ -480,7 +480,7 @@ def anew_on_one(rank: Rank, sequence: bool) -> list[bool]:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_call_made_anew_on_one_rank(two: Ranks, sequence: bool) -> None:
     """It compares nothing: the others would not come."""
-    assert two.run(anew_on_one, sequence, group_timeout=20) == [[True, True]] * 2
+    assert two.run(anew_on_one, sequence) == [[True, True]] * 2
 
 
 def dies(rank: Rank) -> str:

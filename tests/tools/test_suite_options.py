@@ -126,6 +126,18 @@ def test_shards_part_the_suite(suite: Suite) -> None:
             _shard(wrong)
 
 
+def test_beside_a_shard(suite: Suite) -> None:
+    """What a file names joins it: a case, a test, a file; but no heavy test."""
+    file, (few, many) = "tests/test_small.py", (set(suite.run(f"--shard={i}/2")[0]) for i in (1, 2))
+    named = suite.folder / "also.txt"
+    case, test = sorted(many)[0], "test_many"
+    named.write_text(f"{file}::{case}\n{file}::{test}\n{file}::test_heavy\n")
+    with_these = set(suite.run("--shard=1/2", f"--also={named}")[0])
+    assert with_these == few | {case} | {name for name in many if name.partition("[")[0] == test} != few
+    (whole := suite.folder / "whole.txt").write_text(file + "\n")
+    assert set(suite.run("--shard=1/2", f"--also={whole}")[0]) == few | many
+
+
 def test_full_matrices_and_heavy_tests_run_on_request(suite: Suite) -> None:
     assert not {"test_matrix", "test_heavy"} & set(suite.run()[0])
     assert set(suite.run("-m", "full")[0]) == {"test_matrix"}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
 
 import te_torch as te
 from te_core.layers.inspector import POINTS
@@ -177,7 +177,7 @@ def in_place(world: World, record: Record, which: int, foreach: bool) -> None:
             _parameter(world, which).mul_(1.5)
 
 
-@change(2, which=WHICH, how=("new", "in place", "strides", "new", "in place", "strides", "dtype"))
+@change(2.5, which=WHICH, how=("new", "in place", "strides", "dtype"))
 def data(world: World, record: Record, which: int, how: str) -> None:
     p = _parameter(world, which)
     if how == "new":
@@ -242,6 +242,30 @@ def dtype(world: World, record: Record, to: str, which: int) -> None:
     _part(world, which).to(DTYPES[to])
 
 
+@change(1.5, which=WHICH, how=("prune", "weight_norm", "spectral_norm"))
+def computed(world: World, record: Record, which: int, how: str) -> None:
+    """A hook of torch's older kind computes a parameter before each forward, and a plain tensor stands in its place."""
+    module, name = _place(world, _parameter(world, which))
+    if how == "prune":
+        prune.l1_unstructured(module, name, 0.5)
+    elif how == "weight_norm" or any(options.get("threads") for _, options in world.sequence.steps):
+        weight_norm(module, name)
+    else:  # its forward changes a buffer, which threads would do in any order
+        spectral_norm(module, name)
+
+
+@change(1.5, which=WHICH, how=("buffer", "tensor", "nothing"))
+def instead(world: World, record: Record, which: int, how: str) -> None:
+    """Something else stands in the place of a parameter."""
+    module, name = _place(world, _parameter(world, which))
+    t = module._parameters[name].detach().clone() * 1.25
+    delattr(module, name)
+    if how == "buffer":
+        module.register_buffer(name, t)
+    elif how == "tensor":
+        setattr(module, name, t)
+
+
 # ------------------------------------------------------------------------------------------------ modes and options
 
 
@@ -264,6 +288,21 @@ def attribute(world: World, record: Record, which: int, attribute: int, value: i
     name = there[attribute % len(there)]
     setattr(module, name, ATTRIBUTES[name][value])
     record["set"] = f"{type(module).__name__}.{name}"
+
+
+@change(2, left=(0, 1, 3))
+def window(world: World, record: Record, left: int) -> None:
+    """The list that calls are given changes in place."""
+    world.window[0] = left
+
+
+@change(1, which=WHICH, attribute=tuple(range(len(ATTRIBUTES))))
+def deleted(world: World, record: Record, which: int, attribute: int) -> None:
+    """An attribute of the object is gone."""
+    module = _part(world, which)
+    there = [n for n in ATTRIBUTES if n in vars(module)]
+    if there:
+        delattr(module, there[attribute % len(there)])
 
 
 @change(1.5, which=WHICH, on=(True, True, False), points=("all", "fprop"))
@@ -374,6 +413,53 @@ def own_forward(world: World, record: Record, which: int, on: bool) -> None:
         module.forward = Adapted(type(module).forward.__get__(module)).forward
     else:
         vars(module).pop("forward", None)
+
+
+class OfClass:
+    """The `forward` of one of our classes with something added to what it gives, until it is removed."""
+
+    def __init__(self, kind: type[Any], gain: float) -> None:
+        self.kind, plain = kind, FORWARDS[kind]
+
+        def forward(module: Any, *args: Any, **options: Any) -> Any:
+            LOG.append(("forward of", kind.__name__))
+            return mapped(lambda t: t * gain, plain(module, *args, **options))
+
+        kind.forward = forward
+
+    def remove(self) -> None:
+        """The class's own again."""
+        self.kind.forward = FORWARDS[self.kind]
+
+
+FORWARDS: dict[type[Any], Any] = {
+    kind: kind.forward
+    for kind in (te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.DotProductAttention, te.MultiheadAttention)
+}
+
+
+@change(1.5, which=WHICH, gain=(1.0, 1.25))
+def class_forward(world: World, record: Record, which: int, gain: float) -> None:
+    kinds = [kind for kind in FORWARDS if any(type(m) is kind for m in world.module.modules())]
+    if kinds:
+        world.handles.append(OfClass(kinds[which % len(kinds)], gain))
+
+
+@change(2, which=WHICH, how=("drop path", "norms", "written", "none"))
+def between(world: World, record: Record, which: int, how: str) -> None:
+    """A module comes or goes where none has to be."""
+    kind = te.MultiheadAttention if how == "norms" else te.TransformerLayer
+    found = [m for m in world.module.modules() if isinstance(m, kind)]
+    if not found:
+        return
+    module = found[which % len(found)]
+    if how == "norms":
+        module.q_norm = module.k_norm = torch.nn.LayerNorm(module.kv_channels, dtype=world.dtype)
+    elif how == "written":
+        vars(module).pop("drop_path", None)
+        module._modules["drop_path"] = torch.nn.Hardtanh(-0.02, 0.02)
+    else:
+        module.drop_path = torch.nn.Hardtanh(-0.01, 0.01) if how == "drop path" else None
 
 
 @change(1, which=WHICH, on=(True, True, False))

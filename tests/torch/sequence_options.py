@@ -43,7 +43,17 @@ OF_LINEARS = {
 #: Of a call: what may differ from a plain one. A name is drawn with the probability of its place.
 OFTEN: dict[str, tuple[Any, ...]] = {
     "recipe": (0, 0, 0, 1),
-    "backward": ("drop", "later", "later", "twice", "input alone", "first alone", "inside"),
+    "backward": (
+        "drop",
+        "later",
+        "later",
+        "twice",
+        "input alone",
+        "first alone",
+        "one parameter",
+        "one input",
+        "inside",
+    ),
     "layout": ("transposed", "sliced", "stepped", "expanded", "shifted", "strided leaf", "no leaf", "Parameter"),
 }
 SELDOM: dict[str, tuple[Any, ...]] = {
@@ -58,6 +68,7 @@ SELDOM: dict[str, tuple[Any, ...]] = {
     "values": (1, 2),
     "alias": ("q is k", "one"),
     "accumulate": (True,),
+    "window": (True,),
 }
 RARE: dict[str, tuple[Any, ...]] = {
     "checkpoint": ("reentrant", "not reentrant", "te"),
@@ -94,10 +105,8 @@ def draw(seed: int, changes: dict[str, tuple[float, dict[str, tuple[Any, ...]]]]
     """The sequence of this seed, of these changes: how often each is drawn, and of which options."""
     r = Chance(seed)
     kind = r.choices([*KINDS], [*KINDS.values()])[0]
-    module = _module(r, kind)
-    recipes = (module.recipe, module.recipe_options), _recipe(r)
-    if any(set(options) & set(layer_options.FP8) for _, options in recipes):
-        module.way["unfused"] = True  # on the CPU nothing else attends in FP8
+    module = draw_module(r, kind)
+    recipes = draw_recipes(r, module)
     calls = _calls(r, module)
     names, weights = [*changes], [often for often, _ in changes.values()]
     steps: list[Step] = [("call", calls[0])]
@@ -111,7 +120,7 @@ def draw(seed: int, changes: dict[str, tuple[float, dict[str, tuple[Any, ...]]]]
     return Sequence(seed, module, recipes, r.of("first", "second"), tuple(steps))
 
 
-def _recipe(r: Chance) -> tuple[str, dict[str, Any]]:
+def draw_recipe(r: Chance) -> tuple[str, dict[str, Any]]:
     """A recipe, and options that go with it."""
     while True:
         d = layer_options.draw(r.randrange(1 << 30))
@@ -120,14 +129,22 @@ def _recipe(r: Chance) -> tuple[str, dict[str, Any]]:
             return d.recipe, d.recipe_options
 
 
-def _module(r: Chance, kind: str) -> Draw:
+def draw_recipes(r: Chance, module: Draw) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """The module's recipe, and another one."""
+    recipes = (module.recipe, module.recipe_options), draw_recipe(r)
+    if any(set(options) & set(layer_options.FP8) for _, options in recipes):
+        module.way["unfused"] = True  # on the CPU nothing else attends in FP8
+    return recipes
+
+
+def draw_module(r: Chance, kind: str) -> Draw:
     """Options of a module of this kind."""
     while True:
         d = layer_options.draw(r.randrange(1 << 30))
         if "cache" not in d.way and d.kind == (kind if kind in COMPOSED else "TransformerLayer"):
             break
     way = {name: d.way[name] for name in ("quantized", "main_grad", "unfused", "frozen", "eval") if name in d.way}
-    recipe, recipe_options = _recipe(r)
+    recipe, recipe_options = draw_recipe(r)
     sizes = min(d.sizes[0], 8), min(d.sizes[1], 2), d.sizes[2]
     if d.layer.get("fuse_wgrad_accumulation") or "quantized" in way:
         d.layer["fuse_qkv_params"] = True
@@ -168,10 +185,10 @@ def _calls(r: Chance, d: Draw) -> list[dict[str, Any]]:
         if r.some(0.15):
             other.pop("recipe", None)
         found.append(other | more)
-    return [_reconciled(call) for call in found]
+    return [reconciled(call) for call in found]
 
 
-def _reconciled(call: dict[str, Any]) -> dict[str, Any]:
+def reconciled(call: dict[str, Any]) -> dict[str, Any]:
     """Without what says nothing beside the rest: threads run forward alone."""
     if call.get("threads"):
         dropped = ("first", "kept", "checkpoint", "between", "backward", "functional", "accumulate", "watch")

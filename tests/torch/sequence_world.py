@@ -95,18 +95,20 @@ class World:
         self.sequence, self.d, self.reference = sequence, sequence.module, reference
         self.recipes = [replace(self.d, recipe=name, recipe_options=options) for name, options in sequence.recipes]
         self.made = [d.make_recipe() for d in self.recipes]
-        self.module = self._build()
+        self.module = self.build()
         self.others: list[Any] = []  # modules that the sequence has left
         self.handles: list[Any] = []
         self.optimizers: dict[str, Any] = {}
         self.waiting: list[tuple[list[Any], dict[str, Any], int]] = []
         self.kept: dict[Any, Any] = {}
+        self.window = [2, 0]
         self.count = 0
         self.ended = False
 
     # ------------------------------------------------------------------------------------ making
 
-    def _build(self) -> Any:
+    def build(self) -> Any:
+        """A model of the sequence's sizes."""
         d = self.d
         if d.kind in COMPOSED:
             return layer_draws.build(d, self.made[0])
@@ -200,6 +202,8 @@ class World:
             options = {name: t for name, t in options.items() if name == "is_first_microbatch"}
         if "options" in a and (self.d.form != "thd" or a["options"] == 0):
             options |= _OTHER_OPTIONS.get(self.d.kind, ({}, {}, {}))[a["options"]]
+        if a.get("window") and self.d.kind in ("DotProductAttention", "MultiheadAttention", "TransformerLayer"):
+            options["window_size"] = self.window
         return leaves, args, options
 
     def _heads(self, d: Any, a: dict[str, Any], x: torch.Tensor, leaves: dict[str, Any]) -> list[Any]:
@@ -245,7 +249,8 @@ class World:
                 return
             self.count += 1
             if self.reference:
-                forget(self.module)
+                for module in (self.module, *self.others):
+                    forget(module)
             self._once(record, f"{i}", a)
             for name, value in self.state().items():
                 record[f"{i} {name}"] = value
@@ -320,6 +325,11 @@ class World:
 
     def _forward(self, a: dict[str, Any], leaves: dict[str, Any], args: list[Any], options: dict[str, Any]) -> Any:
         how, module = a.get("checkpoint"), self.module
+        if a.get("through") and self.others:  # another model makes the input, if it gives what this one takes
+            made = tensors_in(self.others[0](*args, **options))[0]
+            if made.shape == args[0].shape:
+                leaves |= {f"other {n}": p for n, p in self.others[0].named_parameters()}
+                args = [made, *args[1:]]
         if how == "te":
             return te.checkpoint(module, *args, **options)
         if how:
@@ -366,6 +376,7 @@ class World:
         how = a.get("backward", "")
         used = [t for t in (outputs[:1] if how == "first alone" else outputs) if t.requires_grad]
         leaf = [t for t in leaves.values() if t is not None and t.requires_grad]
+        trained = [p for p in self.module.parameters() if p.requires_grad]
         if not used:
             return
         grads = [values(*t.shape, seed=self.count + i, dtype=t.dtype) for i, t in enumerate(used)]
@@ -373,6 +384,11 @@ class World:
         def run() -> Any:
             if how == "input alone" and leaf:
                 return seen(torch.autograd.grad(used, leaf, grads, allow_unused=True))
+            if how == "one parameter" and trained:
+                one = trained[self.count % len(trained)]
+                return seen(torch.autograd.grad(used, [one], grads, allow_unused=True))
+            if how == "one input" and trained:  # of backward's `inputs`
+                return torch.autograd.backward(used, grads, inputs=[trained[self.count % len(trained)]])
             if how == "twice":
                 torch.autograd.backward(used, grads, retain_graph=True)
             torch.autograd.backward(used, grads)

@@ -1,6 +1,7 @@
 """Random sequences of calls of a module and of changes between them, run twice: interpreted, and as users run them.
 
     python -m tests.torch.sequences 5000                    # --seed FIRST
+    python -m tests.torch.sequences 5000 --wants            # those of tests/torch/sequence_wants.py
     python -m tests.torch.sequences 1 --seed 1234 --verbose
 
 What a module keeps of its calls (recordings, plans) must not show: after each step results, gradients, scales and
@@ -26,7 +27,7 @@ import torch
 
 from tests.layer_draws import backends
 from tests.recordings import tapes
-from tests.torch import sequence_changes, sequence_options
+from tests.torch import sequence_changes, sequence_options, sequence_wants
 from tests.torch.sequence_options import Sequence
 from tests.torch.sequence_world import LOG, Record, World
 
@@ -173,14 +174,15 @@ def _shorter(s: Sequence) -> Iterator[Sequence]:
 class Tally:
     """What came of many sequences."""
 
-    def __init__(self, limit: float = 60.0) -> None:
+    def __init__(self, limit: float = 60.0, of: Callable[[int], Sequence] = draw) -> None:
+        self.of = of  # draws the sequence of a seed
         self.limit = limit  # seconds that may be spent on making one shorter
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
 
     def run(self, seed: int) -> None:
         """Draw one, and note what came of it."""
-        sequence = draw(seed)
+        sequence = self.of(seed)
         try:
             found, replayed, errors = difference(sequence)
         except Exception as error:
@@ -211,12 +213,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0, metavar="FIRST")
+    parser.add_argument("--wants", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
-    tally, began = Tally(), time.perf_counter()
+    tally, began = Tally(of=sequence_wants.draw if options.wants else draw), time.perf_counter()
     for i in range(options.count):
         if options.verbose:
-            print(draw(options.seed + i), flush=True)
+            print(tally.of(options.seed + i), flush=True)
         before = len(tally.faults)
         tally.run(options.seed + i)
         if len(tally.faults) > before:

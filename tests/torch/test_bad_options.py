@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+import te_core.recipe
 import te_torch as te
+from te_core import dtypes, functional
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops.norm import MAX_ROW
 from te_core.recipe import Float8CurrentScaling, Format
@@ -147,6 +149,16 @@ def test_refused_where_it_enters(kind: str) -> None:
     assert not {case: said for case, said in found.items() if said}
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(k, "window_size") for k in ("MultiheadAttention", "TransformerLayer")]
+    + [("TransformerLayer", "enc_dec_window_size")],
+)
+def test_windows_of_a_call_are_refused_there(kind: str, name: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"{kind}.forward: got {name}=3. Allowed: two integers"):
+        make(kind)(torch.randn(4, 2, 64), **{name: 3})
+
+
 #: Parts that come later.
 NOT_BUILT: dict[str, Any] = {
     "symmetric_ar_type": "multimem_all_reduce",
@@ -280,6 +292,12 @@ def test_numbers_and_flags_of_other_libraries() -> None:
     assert layer(torch.randn(2, 32)).shape == (2, 48) and layer.use_bias == False  # noqa: E712  NumPy's
     assert te.LayerNorm(torch.Size([4, 8]), device="cpu").weight.shape == (4, 8)
     assert te.DotProductAttention(2, (16, 8))._static[2:4] == (16, 8)
+    whole = te.TransformerLayer(
+        np.int64(32), np.int64(64), np.int64(2), num_gqa_groups=np.int64(1), window_size=(np.int64(3), 0), device="cpu"
+    )
+    assert whole(torch.randn(5, 3, 32)).shape == (5, 3, 32)
+    logits, target = torch.randn(1, 2, 8), torch.tensor([[1, 3]])
+    assert not te.parallel_cross_entropy(logits, target, ignore_idx=np.int64(3))[0, 1]
 
 
 def test_sizes_that_no_kernel_takes() -> None:
@@ -341,6 +359,60 @@ MISSPELT = {
     "Fp8Unpadding": ("colour", ""),
     "InferenceParams": ("max_batchsize", "max_batch_size"),
 }
+
+
+#: (Who is asked, the argument, a wrong choice, the one that was meant).
+CHOICES: list[tuple[str, str, str, str]] = [
+    ("TransformerLayer", "self_attn_mask_type", "casual", "causal"),
+    ("TransformerLayer", "enc_dec_attn_mask_type", "paddding", "padding"),
+    ("TransformerLayer", "layer_type", "encodr", "encoder"),
+    ("TransformerLayer", "activation", "swish", "silu"),
+    ("TransformerLayer", "attn_input_format", "sbdh", "sbhd"),
+    ("TransformerLayer", "softmax_type", "vanila", "vanilla"),
+    ("MultiheadAttention", "attn_mask_type", "casual", "causal"),
+    ("MultiheadAttention", "attention_type", "slef", "self"),
+    ("MultiheadAttention", "qk_norm_type", "rmsnorm", "RMSNorm"),
+    ("DotProductAttention", "attn_mask_type", "none", "no_mask"),
+    ("DotProductAttention", "attention_type", "corss", "cross"),
+    ("DotProductAttention", "cp_comm_type", "p2", "p2p"),
+    ("LayerNormLinear", "normalization", "layernorm", "LayerNorm"),
+    ("Linear", "parallel_mode", "colum", "column"),
+    ("Linear", "symmetric_ar_type", "oneshot", "one_shot"),
+    ("GroupedLinear", "parallel_mode", "Rows", "row"),
+    ("InferenceParams", "qkv_format", "bsh", "bshd"),
+    ("DelayedScaling", "amax_compute_algo", "most_recnt", "most_recent"),
+    ("Float8CurrentScaling", "backward_override", "high_precison", "high_precision"),
+    ("NVFP4BlockScaling", "nvfp4_4over6", "weight", "weights"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "wrong", "near"), CHOICES)
+def test_a_wrong_choice_is_answered_with_the_one_that_was_meant(kind: str, name: str, wrong: str, near: str) -> None:
+    """By the argument's own name, with all choices; also in forward."""
+    recipe = getattr(te_core.recipe, kind, None)
+    with pytest.raises((ArgumentError, UnsupportedError)) as error:
+        recipe(**{name: wrong}) if recipe else make(kind, **{name: wrong})
+    assert error.value.got == f"{name}={wrong!r} (did you mean {near}?)" and repr(near) in error.value.allowed
+    if kind == "TransformerLayer" and "mask" in name:
+        with pytest.raises(ArgumentError) as error:
+            make(kind)(torch.randn(4, 1, 32), **{name: wrong})
+        assert error.value.got == f"{name}={wrong!r} (did you mean {near}?)"
+
+
+def test_wrong_choices_of_functions() -> None:
+    x, ids = torch.randn(4, 8), torch.zeros(4, 1, dtype=torch.int32)
+    calls: dict[str, Any] = {
+        "map_type='indx' (did you mean index?)": lambda: te.moe_permute(x, ids, map_type="indx"),
+        "reduction='men' (did you mean mean?)": lambda: te.linear_cross_entropy(x, x, ids[:, 0], reduction="men"),
+        "spec='bfloat6' (did you mean bfloat16?)": lambda: dtypes.dtype("bfloat6"),
+        "qkv_format='sbdh' (did you mean sbhd?)": lambda: functional.attention(
+            *np.ones((3, 4, 1, 2, 16), "f4"), qkv_format="sbdh"
+        ),
+    }
+    for got, call in calls.items():
+        with pytest.raises(ArgumentError) as error:
+            call()
+        assert error.value.got == got
 
 
 @pytest.mark.parametrize("kind", GOOD)

@@ -193,6 +193,12 @@ assert te.attention.dot_product_attention.DotProductAttention is te.DotProductAt
 assert te.attention.DotProductAttention is te.DotProductAttention
 assert te.attention.inference.InferenceParams is te.attention.InferenceParams is te.InferenceParams
 assert te.transformer.TransformerLayer is te.TransformerLayer is te_torch.TransformerLayer
+import transformer_engine_torch as tex
+import te_torch
+from transformer_engine.pytorch.graph import restore_fp8_tensors, save_fp8_tensors
+from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
+from transformer_engine.pytorch.utils import make_weak_ref
+assert tex.thd_get_partitioned_indices is te_torch.thd_get_partitioned_indices and FusedAdam is te.optimizers.FusedAdam
 assert len(te.constants.QKVLayouts) == 25 and te.constants.AttnTypes == ("self", "cross")
 assert te.constants.AttnMaskTypes == (
     "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary"

@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "norm without bias": (lambda: nn.LayerNorm(4, bias=False), "bias=False"),
     "eps none": (lambda: nn.RMSNorm(4), "eps=None"),
     "long rows": (lambda: nn.LayerNorm(65537), "65536"),
-    "embedding": (lambda: nn.Embedding(4, 4), "nothing here replaces it"),
+    "embedding": (lambda: nn.Embedding(5, 4), "nothing here replaces it"),
     "attention": (lambda: nn.MultiheadAttention(4, 1), "nothing here replaces it"),
 }
 
@@ -452,6 +452,16 @@ class Tied(nn.Module):
         return self.head(self.block(x))
 
 
+def test_trained_values_bring_their_scale() -> None:
+    """Of small values little is left at scale 1, with which a new module's weights are cast by delayed scaling."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    nn.init.normal_(model[0].weight, std=1e-3)
+    old = model[0].weight.detach().clone()
+    with quantized_model_init(recipe=DelayedScaling()):
+        convert(model)
+    assert snr_db(model[0].weight.dequantize(), old) > DB["fp8 gemm"]
+
+
 @on_devices
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()], ids=type)
 def test_inside_quantized_model_init(recipe: Any, device: str) -> None:
@@ -462,8 +472,8 @@ def test_inside_quantized_model_init(recipe: Any, device: str) -> None:
     old = {name: p.detach().clone() for name, p in model.state_dict().items()}
     model.block.mlp[1].weight.requires_grad_(False)
     with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        dry = convert(model, dry_run=True)
-        report = convert(model)
+        dry = convert(model, dry_run=True, include_head=True)
+        report = convert(model, include_head=True)
     assert dry.rows == report.rows
     quantized = {n for n, p in model.named_parameters() if isinstance(p, te.QuantizedTensor)}
     assert quantized == {"block.qkv.weight", "block.down.weight", "block.mlp.fc1_weight", "block.mlp.fc2_weight"}
@@ -485,10 +495,42 @@ def test_inside_quantized_model_init(recipe: Any, device: str) -> None:
     assert model.block.down.weight.grad is not None and y.isfinite().all()
     plain = Tied().to(device)
     plain.load_state_dict(old)
-    convert(plain)
+    convert(plain, include_head=True)
     with te.autocast(recipe=recipe, emulate=True):
         # Delayed scaling of a plain weight begins with a scale of 1, not of its maximum.
         assert snr_db(y, plain(x)) > 20 if recipe.delayed() else torch.equal(y, plain(x))
+
+
+class Language(nn.Module):
+    """A model with a head by one of the signs of one; its other layers have none."""
+
+    def __init__(self, sign: str) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(40, 32), nn.Embedding(32, 32)
+        self.inner = nn.Linear(32, 32)  # as wide as there are places
+        self.last = seq(nn.LayerNorm(32), nn.Linear(32, 40 if sign in ("as many rows", "shared") else 48, bias=False))
+        if sign == "its name":
+            self.last = nn.ModuleDict({"lm_head": nn.Linear(32, 48)})
+        elif sign == "shared":
+            self.last[1].weight = self.words.weight
+        elif sign == "said":
+            self.get_output_embeddings = lambda: self.inner
+
+
+@pytest.mark.parametrize("sign", ["as many rows", "its name", "shared", "said", "none"])
+def test_the_head_is_left_alone(sign: str) -> None:
+    """And the norm before it is converted by itself; who asks for the head has it."""
+    model = Language(sign)
+    report = convert(model)
+    head = {"its name": "last.lm_head", "said": "inner", "none": ""}.get(sign, "last.1")
+    kinds = {name: type(m) for name, m in model.named_modules()}
+    assert [row.name for row in report.kept if row.note.startswith("the head")] == [head] * (sign != "none")
+    assert sign == "none" or kinds[head] is nn.Linear
+    linears = {name for name, kind in kinds.items() if issubclass(kind, nn.Linear)}
+    assert linears == ({head} if head else set()) and (head != "last.1" or kinds["last.0"] is te.LayerNorm)
+    model = Language(sign)
+    report = convert(model, include_head=True)
+    assert not any(isinstance(m, nn.Linear) for m in model.modules())
 
 
 def test_quantized_and_reported_in_two_recipes() -> None:

@@ -92,6 +92,18 @@ def test_memory_of_the_gradient(device: str) -> None:
                 again.sum().backward()
 
 
+@pytest.mark.parametrize("reduce_loss", [False, True])
+def test_what_is_kept_for_backward(reduce_loss: bool) -> None:
+    """What the caller has, and one tensor of three numbers for each row."""
+    leaf, target = logits_of("cpu", torch.bfloat16)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        te.parallel_cross_entropy(leaf, target, reduce_loss=reduce_loss)
+    theirs = {leaf.data_ptr(), target.data_ptr()}
+    own = [t for t in kept if t.data_ptr() not in theirs]
+    assert len(kept) == 3 and [t.dtype for t in own] == [torch.float32] and own[0].numel() == 3 * (15 + 1)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_documented_ways(device: str) -> None:
     leaf, target = logits_of(device, torch.float32)
@@ -303,6 +315,15 @@ def test_what_is_wrong_is_said() -> None:
             function()
     with pytest.raises(AssertionError, match="for 6 rows"):
         te.parallel_cross_entropy(torch.randn(2, 3, 4), target)
+    turned = torch.zeros(3, 2, dtype=torch.int64)
+    for loss in (
+        lambda: te.parallel_cross_entropy(torch.randn(2, 3, 4), turned),
+        lambda: call(hidden[:2, :3], weight, turned),
+    ):
+        with pytest.raises(ArgumentError, match="transpose the target"):
+            loss()
+    flat, same = (te.parallel_cross_entropy(torch.ones(2, 3, 4), t) for t in (turned.flatten(), turned.view(2, 3, 1)))
+    assert torch.equal(flat, same)
     freed = torch.randn(2, 25, 32)
     freed.untyped_storage().resize_(0)
     quantized = te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu")(torch.randn(64, 32))

@@ -294,6 +294,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "slopes in a list": (bad(core_attention_bias_type="alibi", alibi_slopes=[1.0]), "alibi_slopes of type list"),
     "max_seqlen in a word": (packed_bad([0, 5, 6], max_seqlen_q=6, max_seqlen_kv="6"), "max_seqlen_kv='6'"),
     "window in a word": (bad(window_size="ab"), "window_size="),
+    "window of one number": (bad(window_size=3), "window_size=3"),
     "diagonal in a word": (bad(bottom_right_diagonal="x"), "bottom_right_diagonal='x'"),
     "checkpoint in a word": (bad(checkpoint_core_attention="x"), "checkpoint_core_attention='x'"),
     "cu of two dimensions": (bad(attn_mask_type="padding", cu_seqlens_q=sums([1, 2, 3])[:, None],

@@ -294,6 +294,22 @@ def test_recipes_without_a_history_are_ignored(name: str, peer: types.ModuleType
     assert read_extra_state(pickle.dumps({"recipe": recipe, "extra_fp8_variables": {"num_gemms": 1}})) is None
 
 
+class ProgramsScaling(DelayedScaling):
+    """A recipe's class of a program."""
+
+
+def test_a_recipe_of_a_programs_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read where the program has imported the class; it is never imported, and no other class stands for a recipe."""
+    recipe = ProgramsScaling(amax_history_len=3)
+    written = pickle.dumps({"recipe": recipe, **tensors()})
+    assert not differences(read_extra_state(written), tensors())
+    with pytest.raises(ArgumentError, match=r"the global .*test_extra_state.Call\)"):
+        read_extra_state(pickle.dumps({"recipe": Call, **tensors()}))
+    monkeypatch.delitem(sys.modules, __name__)
+    with pytest.raises(ArgumentError, match="ProgramsScaling.*import what defines a recipe of yours"):
+        read_extra_state(written)
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 

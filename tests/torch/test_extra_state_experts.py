@@ -28,6 +28,10 @@ class Plain(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class ProgramsScaling(DelayedScaling):
+    """A recipe's class of a program, as Megatron-core has one: no file names it."""
+
+
 class Experts(te.GroupedLinear):
     """Takes an entry for each expert, which it joins before it is loaded."""
 
@@ -53,8 +57,9 @@ class Experts(te.GroupedLinear):
             return
         parts = [Plain(io.BytesIO(part.numpy().tobytes())).load() for part in taken]
         self.fp8_meta["recipe"] = parts[0]["recipe"]
-        assert isinstance(self.fp8_meta["recipe"], DelayedScaling)
-        rows, joined = self.fp8_meta["recipe"].amax_history_len, dict(parts[0])
+        recipe = self.fp8_meta["recipe"]
+        assert type(recipe) is DelayedScaling
+        rows, joined = recipe.amax_history_len, {**parts[0], "recipe": recipe}
         for name in KEYS:
             columns = torch.cat([part[name].reshape(-1, 1) for part in parts], dim=1)
             joined[name] = columns.view(-1) if name.startswith("scale") else columns.view(rows, -1)
@@ -74,7 +79,7 @@ def test_entries_of_experts_go_to_other_ranks(alias: bool) -> None:
 
 
 def _experts_to_other_ranks() -> None:
-    recipe, sizes = DelayedScaling(amax_history_len=3), [16, 16, 16, 16]
+    recipe, sizes = ProgramsScaling(amax_history_len=3), [16, 16, 16, 16]
     torch.manual_seed(0)
     whole, x = Experts(4), torch.randn(64, 32) * torch.arange(1, 5).repeat_interleave(16)[:, None]
     with torch.no_grad():
@@ -97,6 +102,11 @@ def _experts_to_other_ranks() -> None:
     parts, weights = whole.cut(), whole.state_dict()
     state = {name: getattr(whole.fp8_state, name).clone() for name in KEYS}
     seen = step(whole, slice(None), sizes)
+    assert b"ProgramsScaling" not in pickle.dumps(whole.fp8_state)
+    own = {f"weight{i}": weights[f"weight{i}"] for i in range(4)}
+    own |= {f"_extra_state{i or ''}": parts[i] for i in range(4)}
+    assert whole.load_state_dict(own) == ([], [])
+    assert all(torch.equal(getattr(whole.fp8_state, name), t) for name, t in state.items())
     for rank in range(2):
         half = Experts(2)
         entries = {f"weight{i}": weights[f"weight{2 * rank + i}"] for i in range(2)}

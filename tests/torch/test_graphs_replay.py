@@ -300,6 +300,25 @@ def test_a_gradient_that_was_not_captured_is_refused(fake: FakeDevice) -> None:
             graphed(number(1).requires_grad_())
 
 
+@pytest.mark.parametrize("all_", [False, True])
+def test_a_parameter_that_is_unfrozen_is_refused(all_: bool, fake: FakeDevice) -> None:
+    """Its gradient was not captured; without any there is no graph of a backward at all."""
+    module = linear().requires_grad_(not all_)
+    module.weight.requires_grad_(False)
+    graphed = graph(fake, module, sample=(number(0),))
+    with region("delayed"):
+        graphed(number(1))
+        module.weight.requires_grad_()
+        with pytest.raises(ArgumentError, match="parameter weight, which requires grad"):
+            graphed(number(1))
+        with torch.no_grad():
+            graphed(number(1))
+        module.weight.requires_grad_(False)
+        if all_:
+            with pytest.raises(ArgumentError, match="argument 0, which requires grad"):
+                graphed(number(1).requires_grad_())
+
+
 def replaced_state(module: Any) -> None:
     module.fp8_state.resize_history(7, quiet=True)
 

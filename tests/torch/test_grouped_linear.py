@@ -7,6 +7,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -526,7 +527,7 @@ def test_compiled(name: str, held: bool, device: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x, splits: module(x, splits), fullgraph=True, backend=counter)
     count = module.num_gemms
-    for form, times in ((torch.tensor, 3), (list, 1)):
+    for form, times in ((torch.tensor, 3), (list, 1), (np.array, 1)):
         for i in range(times):
             splits = [16 * ((i + j) % count) for j in range(count)]
             x, dy = batch(splits, device, i)

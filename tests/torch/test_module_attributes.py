@@ -350,6 +350,15 @@ def test_the_same_interpreted(what: str) -> None:
     set_later_is_as_set_at_first(what, DELAYED, "cpu")
 
 
+def test_what_is_deleted_counts_from_the_next_forward_on() -> None:
+    module, x = te.LayerNorm(16, device="cpu"), torch.randn(4, 16)
+    for _ in range(3):
+        module(x)
+    del module.eps
+    with pytest.raises(AttributeError, match="eps"):
+        module(x)
+
+
 @pytest.mark.parametrize("recipe", [None, DELAYED, Float8CurrentScaling()], ids=["plain", "delayed", "current"])
 @pytest.mark.parametrize("what", [what for what in SET_LATER if what.endswith((" eps", "activation", "input", "mask"))])
 def test_nothing_else_lets_go_of_calls(what: str, recipe: Any) -> None:

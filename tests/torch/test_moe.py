@@ -7,6 +7,7 @@ import threading
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -243,6 +244,21 @@ def test_num_out_tokens_of_a_mask(device: str) -> None:
     assert torch.equal(out, want[:20])
     back = te.moe_unpermute(out, row_map)
     assert torch.equal(back, torch.zeros_like(x).index_add_(0, token[:20], want[:20]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_num_out_tokens_of_other_libraries(device: str) -> None:
+    """What counts as an integer in Python stands for one; a float, or a flag, does not."""
+    mask, x = routing(device), normal(T, H, device=device)
+    probs, experts = mask.float(), mask.nonzero()[: T * K, 1].int().view(T, K)
+    want = [te.moe_permute(x, mask, 20)[0], te.moe_permute(x, experts, 20, map_type="index")[0]]
+    for given in (np.int64(20), np.array(20), torch.tensor(20), torch.tensor([20], device=device)):
+        found = [te.moe_permute(x, mask, given)[0], te.moe_permute(x, experts, given, map_type="index")[0]]
+        assert all(map(torch.equal, found, want))
+        assert torch.equal(te.moe_permute_with_probs(x, probs, mask, given)[0], want[0])
+    for wrong in (20.0, True, torch.tensor(20.0), torch.tensor([1, 2])):
+        with pytest.raises(ArgumentError, match="num_out_tokens=.*an integer"):
+            te.moe_permute(x, mask, wrong)
 
 
 @pytest.mark.parametrize("device", DEVICES)

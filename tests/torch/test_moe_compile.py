@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -51,6 +52,25 @@ def test_compiled(function: Callable[..., torch.Tensor], backend: str, device: s
             results.append((x.grad, probs.grad))
         for eager, other in zip(*results, strict=True):
             torch.testing.assert_close(other, eager, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [np.int64, np.array, torch.tensor])
+def test_num_out_tokens_of_other_libraries(kind: Callable[[int], Any], device: str) -> None:
+    """A program for all numbers that a tensor or an array may hold."""
+    mask, x = routing(device), normal(T, H, device=device)
+    experts = mask.nonzero()[: T * K, 1].int().view(T, K)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def compiled(rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return te.moe_permute(x, mask, rows)[0], te.moe_permute(x, experts, rows, map_type="index")[0]
+
+    for rows in (20, 12):
+        want = te.moe_permute(x, mask, rows)[0], te.moe_permute(x, experts, rows, map_type="index")[0]
+        assert all(map(torch.equal, compiled(kind(rows)), want))
+    assert counter.frame_count == 1
 
 
 RECIPE = Float8CurrentScaling()

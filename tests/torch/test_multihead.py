@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -268,6 +269,23 @@ def test_packed_sequences_equal_padded_ones(case: str, device: str) -> None:
         for name in wanted.keys() - {"y", "dx"}:
             if wanted[name].abs().max() > 1e-4:
                 assert snr_db(got[name], wanted[name]) >= DB["fp32"], name
+
+
+@pytest.mark.parametrize("of", ["object", "class"])
+def test_an_own_forward_of_the_attention_runs(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, shapes, plain = make("cpu"), values(S, B, WIDTH), [], te.DotProductAttention.forward
+    wanted = module(x)
+
+    def forward(self: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        shapes.append((q.shape, k.shape, v.shape))
+        return plain(self, q, k, v, **options) * 2
+
+    core = module.core_attention
+    if of == "class":
+        monkeypatch.setattr(te.DotProductAttention, "forward", forward)
+    else:
+        core.forward = partial(forward, core)
+    assert not torch.equal(module(x), wanted) and shapes == [((S, B, HEADS, 16),) * 3]
 
 
 @on_devices

@@ -141,6 +141,42 @@ def test_attention(device: str) -> None:
     assert ("qkv", "activation", 1) in {(row.gemm, row.tensor, row.infinities) for row in rows}
 
 
+@on_devices
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    ("origin", "first"),
+    [
+        ("1.fc2_weight", ("1", "fc2", "weight")),
+        ("1.layer_norm_bias", ("1", "layer_norm_bias", "parameter")),
+        ("input", ("2", "fc1", "activation")),
+        ("gradient", ("0", "fc2", "gradient")),
+    ],
+)
+def test_the_origin_comes_first(origin: str, first: tuple[str, str, str], recipe: str, device: str) -> None:
+    """Of three modules that are called last to first, also when the optimizer has spread it over all weights since."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(te.LayerNormMLP(64, 96, device=device) for _ in range(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, dy = torch.randn(2, 32, 64, device=device)
+    for turn in range(4):
+        if turn == 1:
+            tensors = {"input": x, "gradient": dy, **dict(model.named_parameters())}
+            with torch.no_grad():
+                tensors[origin].view(-1)[5] = NAN
+        with recipes.region(recipe, check_finite=True):
+            y = model[0](model[1](model[2](x)))
+        y.backward(dy)
+        optimizer.step()
+        rows = te.nonfinite_report(model).rows
+        assert [row[:3] for row in rows[:1]] == [first][: turn > 0]
+        kinds = ["parameter weight", "activation output", "gradient dgrad"]
+        if turn == 1:
+            order = [next(i for i, kind in enumerate(kinds) if row.tensor in kind) for row in rows]
+            assert order == sorted(order)
+            calls = [int(row.layer) for row, kind in zip(rows, order, strict=True) if kind == 1]
+            assert calls == sorted(calls, reverse=True)
+
+
 def test_reports() -> None:
     model = torch.nn.Sequential(linear("cpu"), linear("cpu"))
     assert "nothing was counted" in str(te.nonfinite_report(model))

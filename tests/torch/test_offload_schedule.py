@@ -167,18 +167,40 @@ def test_device_memory_is_let_go_of(side: RecordedSide, layers: int, count: int)
     assert side.held == 0
 
 
-def test_memory_goes_with_the_graph(side: RecordedSide) -> None:
-    """No pass holds what was saved: neither device nor host memory outlives the graph, without a garbage collection."""
+@pytest.mark.parametrize("layers", [4, None])
+@pytest.mark.parametrize("reached", [None, 1, 2, 3])
+def test_memory_goes_with_the_graph(
+    side: RecordedSide, reached: int | None, layers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass holds what was saved: neither device nor host memory outlives the graph, without a garbage collection.
+    Also where copies were on their way out, or back for layers that no backward reaches."""
+    rooms: list[StorageWeakRef] = []
+    room = side.room
+
+    def noted(nbytes: int) -> torch.Tensor:
+        made = room(nbytes)
+        rooms.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    monkeypatch.setattr(side, "room", noted)
     gc.collect()
     gc.disable()
     try:
-        made = context_of(2, 4)
-        leaf, y = forward(made, 4)
-        kept = StorageWeakRef(y.grad_fn._saved_self.untyped_storage())  # type: ignore[union-attr]
+        context, sync = context_of(2, 4) if layers else te.get_cpu_offload_context(enabled=True, num_layers=3)
+        y, passed = values().requires_grad_(), []
+        for _ in range(4):
+            with context:
+                y = sine(y)
+            y = sync(y)
+            passed.append(y)
+        kept = [StorageWeakRef(t.untyped_storage()) for t in passed]
         assert side.held
-        del y
+        if reached is not None:
+            torch.autograd.grad(y.sum(), passed[reached - 1])
+            assert rooms or reached == 3 or not layers
+        del y, passed
         assert side.held == 0
-        assert kept.expired()
+        assert all(ref.expired() for ref in (*kept, *rooms))
     finally:
         gc.enable()
 

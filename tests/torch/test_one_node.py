@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import prune, spectral_norm, weight_norm
 
 import te_torch as te
+from te_core.recipe import DelayedScaling
 from te_torch.base import graph
 from tests.backends import devices
 from tests.covering import covering
@@ -244,6 +246,35 @@ def _apart(m: Any) -> Any:
     return lambda: setattr(m, "one_node", True)
 
 
+def _of_a_class(m: Any) -> Any:
+    forward = te.LayerNormMLP.forward
+    te.LayerNormMLP.forward = lambda *a, **k: forward(*a, **k)
+    return lambda: setattr(te.LayerNormMLP, "forward", forward)
+
+
+def _dropped(m: Any) -> Any:
+    m.drop_path = torch.nn.Hardtanh(-0.01, 0.01)
+
+    def undo() -> None:
+        m.drop_path = None
+        m._modules.pop("drop_path")
+        m.drop_path = None
+
+    return undo
+
+
+def _normed(m: Any) -> Any:
+    m.self_attention._modules.update(q_norm=torch.nn.LayerNorm(16), k_norm=torch.nn.LayerNorm(16))
+    del m.self_attention.__dict__["q_norm"], m.self_attention.__dict__["k_norm"]
+
+    def undo() -> None:
+        for name in ("q_norm", "k_norm"):
+            del m.self_attention._modules[name]
+            m.self_attention.__dict__[name] = None
+
+    return undo
+
+
 class Doubled(torch.nn.Module):
     """A projection with something around it, as an adapter has."""
 
@@ -256,7 +287,10 @@ class Doubled(torch.nn.Module):
         return out * 2, bias
 
 
-CHANGES = [_hooked, _exchanged, _observed, _globally, _of_ones_own, _of_another_class, _apart]
+CHANGES = [
+    *(_hooked, _exchanged, _observed, _globally, _of_ones_own, _of_another_class, _of_a_class, _apart),
+    *(_dropped, _normed),
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -267,6 +301,99 @@ def test_parts_run_where_something_asks_for_them(change: Callable[[Any], Callabl
     assert all(nodes(module) >= 5 for _ in range(3))
     undo()
     assert [nodes(module) for _ in range(3)][1:] == [1, 1]
+
+
+def test_a_hook_that_unfreezes_what_has_run() -> None:
+    """The layer's call was without that gradient; no later call is."""
+    module, x = layer(), of("cpu")
+    weight = module.layernorm_mlp.fc1_weight.requires_grad_(False)
+    hook = module.layernorm_mlp.register_forward_hook(lambda *_: setattr(weight, "requires_grad", True))
+    module(x)
+    hook.remove()
+    for _ in range(2):
+        weight.grad = None
+        module(x).sum().backward()
+        assert weight.grad is not None
+
+
+def _buffered(part: Any, name: str) -> None:
+    value = part._parameters.pop(name).detach() * 2
+    part.register_buffer(name, value)
+
+
+IN_PLACE: dict[str, Callable[[Any, str], Any]] = {
+    "pruned": lambda part, name: prune.l1_unstructured(part, name, 0.5),
+    "weight_norm": weight_norm,
+    "spectral_norm": spectral_norm,
+    "a buffer": _buffered,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("how", IN_PLACE)
+def test_something_in_the_place_of_a_parameter(how: str, planned: bool) -> None:
+    """A hook of torch's older kind computes it, or a program puts a buffer there, before or after a plan is made."""
+
+    def program(one: bool) -> Any:
+        torch.manual_seed(0)
+        module, x, found = layer(), drawn(ROWS, 2, HIDDEN), []
+        module.one_node = one
+        for _ in range(2 * planned):
+            step(module, x)
+        for part, name in ((module.layernorm_mlp, "fc1_weight"), (module.self_attention.proj, "weight")):
+            IN_PLACE[how](part, name)
+        for _ in range(3):
+            module.zero_grad()
+            found.append(step(module, x))
+        assert nodes(module) == (1 if one and how == "a buffer" else 5)
+        return found
+
+    assert bits(program(True)) == bits(program(False))
+
+
+@pytest.mark.parametrize("name", ["query_weight", "key_weight", "value_weight"])
+def test_the_dtype_of_one_of_several_weights(name: str) -> None:
+    """torch.cat would promote it in silence."""
+    module, x = layer(), drawn(ROWS, 2, HIDDEN)
+    weight = getattr(module.self_attention.layernorm_qkv, name)
+    for _ in range(3):
+        module(x)
+    weight.data = weight.data.bfloat16()
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"{name} is torch.bfloat16"):
+            module(x)
+
+
+@pytest.mark.parametrize("engine", ["grad", "inputs"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_gradient_is_asked_for(turned: bool, engine: str) -> None:
+    """The backward of the node goes as far as those of parts would: others see no gradient, and note no maxima."""
+    angles = te.RotaryPositionEmbedding(16).to("cpu")(ROWS) if turned else None
+    rule = DelayedScaling(amax_history_len=3)
+
+    def program(one: bool) -> Any:
+        torch.manual_seed(0)
+        module, found = layer(), {}
+        module.one_node = one
+        for i in range(3 + len([*module.parameters()])):
+            x = of("cpu").requires_grad_()
+            given = [("x", x), *module.named_parameters()]
+            with te.autocast(recipe=rule, emulate=True):
+                y = module(x, rotary_pos_emb=angles).square().sum()
+            name, t = given[i - 2] if i > 1 else ("all", None)
+            if t is None:
+                y.backward()
+            elif engine == "grad":
+                found[f"{name} gradient"] = torch.autograd.grad(y, t)
+            else:
+                t.grad = None
+                y.backward(inputs=[t])
+                found[f"{name} gradient"] = t.grad.clone()
+            found[name] = [b.clone() for b in module.buffers()]
+        return found
+
+    assert bits(program(True)) == bits(program(False))
 
 
 def test_hooks_on_what_is_saved_see_parts() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
+import te_torch as te
 from tests.tolerances import snr_db
 from tests.torch.test_quantized_parameters import K, N, build, inputs, on_devices, region
 
@@ -71,7 +75,7 @@ def test_a_first_write_brings_its_scale(way: str, name: str, device: str) -> Non
     """Delayed scaling has no maxima yet, and that of the initial values says nothing of others."""
     module, values = written(way, name, device)
     if way == "a part of it":  # which keeps the scale that it shares with the rest
-        assert module.weight.dequantize().abs().max() < 1
+        assert torch.equal(module.weight._scale_inv, build("Linear", name, device).weight._scale_inv)
         return
     assert snr_db(module.weight.dequantize().float(), values.float()) > 25
     top = values.abs().max().float()
@@ -84,6 +88,97 @@ def test_a_first_write_brings_its_scale(way: str, name: str, device: str) -> Non
         with torch.no_grad():  # an optimizer's change: with the scale that the maxima have made
             module.weight.mul_(1.0)
         assert snr_db(module.weight.dequantize().float(), values.float()) > 25
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_the_first_step_is_that_of_plain_weights(kind: str, device: str) -> None:
+    """Both are cast with the state's scale, which is 1; and the scale of the second step is of the same maxima."""
+    held, plain = build(kind, "delayed", device), build(kind, None, device)
+    found = []
+    for module in (held, plain):
+        x = inputs(device)
+        with region("delayed"):
+            y = module(x)
+        y.sum().backward()
+        grads = [p.grad for p in module.parameters()]
+        found.append([y, x.grad, *grads, module.fp8_state.scale_fwd])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for (name, p), q in zip(held.named_parameters(), plain.parameters(), strict=True):
+        assert (p.float() - q.float()).abs().max() <= 2.0**-4 * q.float().abs().max(), name
+
+
+def as_file(some: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(some, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def by_state_dict(some: Any) -> Any:
+    module, optimizer = build("Linear", "delayed", "cpu"), te.optimizers.FusedAdam
+    module.load_state_dict(some[0].state_dict())
+    made = optimizer(module.parameters(), lr=0.05, master_weights=True)
+    made.load_state_dict(some[1].state_dict())
+    return module, made
+
+
+def averaged(some: Any) -> Any:
+    module: Any = torch.optim.swa_utils.AveragedModel(some[0]).module
+    return module, te.optimizers.FusedAdam(module.parameters(), lr=0.05, master_weights=True)
+
+
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "optimizer first": lambda some: copy.deepcopy(some[::-1])[::-1],
+    "copy": lambda some: (copy.copy(some[0]), some[1]),
+    "pickle": lambda some: pickle.loads(pickle.dumps(some)),
+    "file": as_file,
+    "state dict": by_state_dict,
+    "averaged": averaged,
+}
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_begin_as_well(way: str, ran: bool) -> None:
+    """The scale of a copy's weight follows what is written, before the first forward and after it."""
+    module = build("Linear", "delayed", "cpu")
+    some = (module, te.optimizers.FusedAdam(module.parameters(), lr=0.05, master_weights=True))
+    for step in range(6):
+        if step == 1:
+            some = COPIES[way](some)
+        module, optimizer = some
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        master = optimizer.state[module.weight]["master_param"]
+        if step > 1 and ran:  # the maximum of this step makes the next one's scale
+            with region("delayed"):
+                module(inputs("cpu"))
+            assert torch.allclose(module.fp8_state.scale_fwd[1], 448 / master.abs().max(), rtol=1e-6)
+        elif step:
+            assert snr_db(module.weight.dequantize(), master) > 25
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_weight_in_the_place_of_another(ran: bool) -> None:
+    """`module.weight = ...` follows the module's maxima as the weight did that was there before."""
+    module, other = build("Linear", "delayed", "cpu"), build("Linear", "delayed", "cpu")
+    for m in (module, other) if ran else ():
+        with region("delayed"):
+            m(inputs("cpu"))
+    module.weight = torch.nn.Parameter(other.weight.detach())
+    for step in range(4):
+        values = torch.full((N, K), 2.0**step)
+        with torch.no_grad():
+            module.weight.copy_(values)
+        if not ran:
+            assert torch.equal(module.weight.dequantize(), values.bfloat16())
+            continue
+        with region("delayed"):
+            module(inputs("cpu"))
+        assert module.fp8_state.scale_fwd[1] == 448 / 2**step
 
 
 @on_devices
@@ -131,7 +226,7 @@ def test_compiled_runs_count(how: str) -> None:
 
         step(inputs("cpu"))
     else:
-        module.fp8_state.updated = True
+        module.fp8_state.begins = None
     before = module.weight._scale_inv.clone()
     with torch.no_grad():
         module.weight.copy_(4 * values)
@@ -146,6 +241,7 @@ def test_a_module_that_was_moved_has_not_run(move: str, device: str) -> None:
     begins, to = ("cpu", there) if move == "device" else (device, torch.float32)
     module, values = written("copy_", "delayed", begins, lambda m: m.to(to))
     assert module.weight.device.type == there.type
+    assert torch.allclose(module.weight._scale_inv, values.abs().max().float() / 448, rtol=1e-6)
     assert snr_db(module.weight.dequantize().float(), values.float()) > 25
     with region("delayed"):
         y = module(inputs(device).to(module.weight.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -48,6 +49,23 @@ def family(module: Any) -> set[str]:
 
 
 # ----------------------------------------------------------------------------------------------- arguments
+
+
+def test_a_recipe_of_another_kind_is_told() -> None:
+    """Once, as documented; a recipe of the same kind, or of a class below it, is no news."""
+
+    class Mine(DelayedScaling):
+        pass
+
+    module, x = te.Linear(WIDTH, WIDTH, device="cpu"), values(16, WIDTH)
+    told = []
+    for recipe in (DELAYED, Mine(amax_history_len=4), DelayedScaling(amax_history_len=4, margin=1), CURRENT, CURRENT):
+        with warnings.catch_warnings(record=True) as seen, te.autocast(recipe=recipe):
+            warnings.simplefilter("always")
+            module(x)
+        told.append([str(w.message) for w in seen if "Recipe type changed from" in str(w.message)])
+    assert [len(each) for each in told] == [0, 0, 0, 1, 0]
+    assert "from DelayedScaling to Float8CurrentScaling in Linear" in told[3][0]
 
 
 @pytest.mark.parametrize("enabled", [CURRENT, None, 1, "yes", torch.tensor(True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from tests.backends import devices
 from tests.covering import covering
 from tests.null_device import null_device
 from tests.recipes import region, rule
-from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
+from tests.tape_steps import GEMM_MODULES, HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
 
 
 class Used:
@@ -135,6 +136,31 @@ def test_which_arguments_are_there(used: Used) -> None:
 
     same(program)
     assert used.forward
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", [*GEMM_MODULES[:3], "TransformerLayer"])
+def test_gradients_that_are_wanted_again(used: Used, name: str, recipe: str | None) -> None:
+    """What was recorded frozen, or without gradients, by this model or another one, serves no call that wants them."""
+    with te.quantized_model_init(enabled=recipe is not None, recipe=None if recipe is None else rule(recipe)):
+        whole = {"fuse_qkv_params": True} if name == "TransformerLayer" else {}
+        module = MODULES[name](device="cpu", params_dtype=torch.bfloat16, **whole)
+    everything = [*module.parameters()]
+    weights = [p for p in everything if p.ndim == 2]
+    wanting = []
+    with region(recipe):
+        for frozen in (everything, everything, weights, [], weights):
+            for p in everything:
+                p.requires_grad_(not any(p is other for other in frozen))
+                p.grad = None
+            with torch.no_grad():
+                module(drawn(ROWS, 2, HIDDEN, dtype=torch.bfloat16))
+            y = module(drawn(ROWS, 2, HIDDEN, dtype=torch.bfloat16))
+            wanting.append(y.requires_grad)
+            if y.requires_grad:
+                y.sum().backward()
+            assert [p.grad is not None for p in weights] == [p.requires_grad for p in weights]
+    assert used.forward and wanting == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -312,6 +338,70 @@ def test_options_of_a_call(used: Used) -> None:
 
     same(program)
     assert used.forward > 10
+
+
+@pytest.mark.parametrize("kind", ["DotProductAttention", "MultiheadAttention", "TransformerLayer"])
+def test_a_window_that_changes_in_place(used: Used, kind: str) -> None:
+    options: dict[str, Any] = {"attention_dropout": 0.0, "device": "cpu"}
+    if kind == "DotProductAttention":
+        module, given = te.DotProductAttention(2, 16), [drawn(ROWS, 2, 2, 16) for _ in range(3)]
+    else:
+        more = (64, 2) if kind == "TransformerLayer" else (2,)
+        options |= {"hidden_dropout": 0.0} if kind == "TransformerLayer" else {}
+        module, given = getattr(te, kind)(HIDDEN, *more, **options), [drawn(ROWS, 2, HIDDEN)]
+    window = [3, 0]
+    wide = [module(*given, window_size=window) for _ in range(3)][0]
+    window[0] = 1
+    for _ in range(3):
+        narrow = module(*given, window_size=window)
+        assert torch.equal(narrow, module(*given, window_size=(1, 0))) and not torch.equal(narrow, wide)
+    assert used.forward
+
+
+def test_a_quantized_weight_of_another_dtype(used: Used) -> None:
+    """What it stands for is part of a recording, though its bytes are not."""
+    with te.quantized_model_init(recipe=rule("delayed")):
+        module = te.Linear(HIDDEN, 48, params_dtype=torch.float16, device="cpu")
+    x = drawn(ROWS, HIDDEN, dtype=torch.float16)
+    for _ in range(3):
+        with region("delayed"):
+            module(x)
+    assert used.forward
+    module.weight.data = module.weight.data.to(torch.bfloat16)
+    with region("delayed"), pytest.raises(TypeError, match="weight is torch.bfloat16"):
+        module(x)
+
+
+@pytest.mark.parametrize("wrong", [drawn(ROWS, HIDDEN, dtype=torch.bfloat16), drawn(ROWS, 2 * HIDDEN)])
+def test_a_wrong_input_quantizes_no_weight(wrong: torch.Tensor) -> None:
+    def program() -> Any:
+        module, x = te.Linear(HIDDEN, 48, device="cpu"), drawn(ROWS, HIDDEN)
+        for _ in range(3):
+            with region("delayed"):
+                module(x, is_first_microbatch=True)
+        with torch.no_grad():
+            module.weight.mul_(2)
+        with region("delayed"), contextlib.suppress(TypeError, ArgumentError):
+            module(wrong, is_first_microbatch=True)
+        return dict(module.named_buffers())
+
+    same(program)
+
+
+def test_a_parameter_that_is_gone() -> None:
+    """The region knows as interpreted which state ran before the error."""
+
+    def program() -> Any:
+        module, x = te.Linear(HIDDEN, 48, device="cpu"), drawn(ROWS, HIDDEN)
+        for _ in range(3):
+            with region("delayed"):
+                module(x)
+        del module.weight
+        with region("delayed"), contextlib.suppress(AttributeError):
+            module(x)
+        return dict(module.named_buffers())
+
+    same(program)
 
 
 def test_a_tensor_without_memory_is_refused_as_ever(used: Used) -> None:

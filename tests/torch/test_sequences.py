@@ -15,25 +15,35 @@ import torch
 import te_torch as te
 from te_core.tape import taped
 from tests.layer_options import RECIPES, Draw
-from tests.torch import sequences
+from tests.torch import sequence_wants, sequences
 from tests.torch.sequence_changes import CHANGES
 from tests.torch.sequence_options import KINDS, OFTEN, RARE, SELDOM, Sequence
 from tests.torch.sequences import Tally, difference, draw, shortened
 
 BLOCK, BLOCKS, MORE, FULL = 25, 8, 16, 80
+OF_WANTS = 3  # blocks in `make test`
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        *range(BLOCKS),
-        *[pytest.param(n, marks=pytest.mark.more) for n in range(BLOCKS, BLOCKS + MORE)],
-        *[pytest.param(n, marks=pytest.mark.full) for n in range(BLOCKS + MORE, BLOCKS + MORE + FULL)],
-    ],
-)
+def blocks(here: int) -> Any:
+    """Numbers of blocks: so many here, the next ones in `make test-more`, and those behind in `make test-full`."""
+    more, end = here + MORE, here + MORE + FULL
+    marks = ((range(here), ()), (range(here, more), pytest.mark.more), (range(more, end), pytest.mark.full))
+    return pytest.mark.parametrize("block", [pytest.param(n, marks=mark) for ns, mark in marks for n in ns])
+
+
+@blocks(BLOCKS)
 def test_sequences(block: int) -> None:
     """200 of them here, 400 more in `make test-more`, 2,000 more in `make test-full`."""
-    tally = Tally(limit=20.0)
+    same(Tally(limit=20.0), block)
+
+
+@blocks(OF_WANTS)
+def test_what_autograd_wants(block: int) -> None:
+    """Orders of freezing, evaluating, training and unfreezing; 75 of them here."""
+    same(Tally(limit=20.0, of=sequence_wants.draw), block)
+
+
+def same(tally: Tally, block: int) -> None:
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
         tally.run(seed)
         assert not tally.faults, tally.faults[0]
@@ -49,12 +59,26 @@ def test_what_is_drawn() -> None:
     assert {name for s in drawn for name, _ in s.recipes} == {"", *RECIPES}
     assert {name for s in drawn for name in s.module.way} >= {"quantized", "main_grad", "frozen", "eval", "unfused"}
     steps = Counter(name for s in drawn for name, _ in s.steps)
-    assert set(steps) == {"call", *CHANGES}
+    assert set(steps) == {"call", *[name for name, c in CHANGES.items() if c.often]}
     assert all(4 <= len(s.steps) <= 13 for s in drawn)
     found = {(n, v) for s in drawn for name, o in s.steps if name == "call" for n, v in o.items() if n != "sizes"}
     table = OFTEN | SELDOM | RARE
     assert found >= {(name, v) for name, values in table.items() for v in values}
     assert sum("sizes" in options for s in drawn for _, options in s.steps) > BLOCKS
+
+
+def test_what_is_drawn_of_wants() -> None:
+    drawn = [sequence_wants.draw(seed) for seed in range(BLOCK * OF_WANTS)]
+    assert {s.module.kind for s in drawn} == set(sequence_wants.KINDS) and {s.when for s in drawn} == {
+        "first",
+        "second",
+    }
+    assert {s.recipes[0][0] for s in drawn if "quantized" in s.module.way} == set(RECIPES)
+    calls = [options for s in drawn for name, options in s.steps if name == "call"]
+    assert {"through", "grad", "frozen", *sequence_wants.MORE} <= {name for options in calls for name in options}
+    assert {name for s in drawn for name, _ in s.steps} == {
+        *("call", "needs", "train", "optimize", "twin", "adapt", "copied")
+    }
 
 
 # ------------------------------------------------------------------------------------------- what would be a fault

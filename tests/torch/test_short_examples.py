@@ -98,10 +98,16 @@ def test_each_client_gets_its_own_text() -> None:
     async def ask() -> list[list[int]]:
         server = serve.Server(model, 2, 32)
         loop = asyncio.create_task(server.run())
+        begun = [asyncio.Event() for _ in prompts]
 
         async def client(number: int) -> list[int]:
-            await asyncio.sleep(0.01 * number)
-            return [byte async for byte in server.ask(prompts[number], 6)]
+            if number > 1:  # it comes in the midst of another one's text
+                await begun[number - 2].wait()
+            text = []
+            async for byte in server.ask(prompts[number], 6):
+                text.append(byte)
+                begun[number].set()
+            return text
 
         async def leaves() -> None:
             texts = server.ask(b"gone", 28)

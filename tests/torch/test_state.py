@@ -21,6 +21,7 @@ from te_torch import updates
 from te_torch.autocast import Ran
 from te_torch.base.checkpoint_state import plain_state_dict, prepare_state
 from te_torch.state import ScalingState
+from te_torch.training.graphs.make import restore_fp8_tensors, save_fp8_tensors
 from tests.backends import devices
 from tests.covering import covering
 from tests.module_steps import (
@@ -291,6 +292,22 @@ def test_meta_tensors(device: str) -> None:
     assert not differences(fp8_state(module), before)
     module.reset_fp8_meta_tensors()
     assert not differences(fp8_state(module), make_start(module))
+
+
+@on_devices
+def test_tensors_of_several_modules(device: str) -> None:
+    """As a program saves them before a capture, and puts them back; one module has not run."""
+    model, x = torch.nn.ModuleList(make("Linear", device, seed=i) for i in range(2)), values(16, 48, device=device)
+    step(model[1], x, SHORT)
+    saved = save_fp8_tensors([model], DelayedScaling(amax_history_len=2))
+    before = fp8_state(model)
+    assert saved[0] is None and {len(t) for name, t in before.items() if "history" in name} == {2}
+    step(model[1], 5 * x, DelayedScaling(amax_history_len=2))
+    assert differences(fp8_state(model), before)
+    with pytest.raises(ArgumentError, match="1 states for 2 modules"):
+        restore_fp8_tensors([model], saved[1:])
+    restore_fp8_tensors([model], saved)
+    assert not differences(fp8_state(model), before)
 
 
 @on_devices

@@ -181,7 +181,7 @@ WRONG: list[tuple[dict[str, Any], str, type[Exception]]] = [
     ({"quantization_modes": ["fp8"]}, "list of UserBufferQuantizationMode", TypeError),
     ({"bootstrap_backend": "ucx"}, "'gloo', 'mpi', 'nccl'", ArgumentError),
     ({"ub_cfgs": [{}, {}]}, "for 1 modes", ArgumentError),
-    ({"ub_cfgs": {"qkv": {}}}, "configuration of 'qkv'", ArgumentError),
+    ({"ub_cfgs": {"qkv": {}}}, "a name in ub_cfgs='qkv'", ArgumentError),
     ({"ub_cfgs": {"qkv_fprop": {"sm": 1}}}, "qkv_fprop: sm", ArgumentError),
     ({"ub_cfgs": {"qkv_fprop": 1}}, "a dict of method", ArgumentError),
     ({"ub_cfgs": {"qkv_fprop": {"method": "rings"}}}, "method='rings'", ArgumentError),

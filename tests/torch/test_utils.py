@@ -11,6 +11,24 @@ import torch
 import te_torch as te
 from te_core.errors import ArgumentError
 from te_torch import utils
+from tests.backends import devices
+
+
+@pytest.mark.parametrize("device", devices())
+def test_weak_references_to_memory(device: str) -> None:
+    """On a GPU the memory is shared and not kept; structures and other values stay what they are."""
+    x = torch.arange(12, device=device).view(3, 4)[1:, ::2]
+    found = utils.make_weak_ref({"a": (x, [x, 3]), "b": None})
+    (first, (second, number)), nothing = found.values()
+    assert nothing is None and number == 3 and isinstance(found["a"], tuple) and isinstance(found["a"][1], list)
+    x.add_(1)
+    for t in (first, second):
+        assert torch.equal(t, x) and t.stride() == x.stride() and t.data_ptr() == x.data_ptr()
+        assert (t is x) == (device == "cpu")
+    if device != "cpu":
+        before = torch.cuda.memory_allocated()
+        del x
+        assert torch.cuda.memory_allocated() < before
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
  *
  * te_layer_open starts an interpreter; nothing else does. Nothing prints, exits, or waits for the device, but
  * te_synchronize, which waits, and te_scaling_create, which copies to the device.
+ * What a call writes (outputs, gradients, a block) lies in memory where no other tensor of the call lies, whole or in part:
+ * no output in place of an input. Nor does a gradient lie where forward's inputs do. Inputs may share memory.
  * Every function that can fail returns a te_status; te_error() then says what was asked, what came, what is allowed and
  * what to do. A call that failed leaves everything usable. New fields of structs come at their ends.
  *

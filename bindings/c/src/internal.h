@@ -370,7 +370,16 @@ struct te_program {
 };
 
 void te_bound_free(te_program *program, te_bound *bound);
-te_status te_tensors_check(const te_program *program, const te_run *run, uint64_t *at);
+
+/* The bytes [from, to) of a tensor; {0, 0} where it has none. */
+typedef struct {
+    uint64_t from, to;
+    const char *name;
+} te_bytes;
+/* Add a tensor with right sizes to those of a call, first what it reads: what it writes lies apart from all before. */
+te_status te_bytes_add(const char *operation, const char *name, const DLTensor *t, bool written, te_bytes *all, size_t *count);
+/* Check the tensors of a run, and say their addresses by slot. `all` has room for each, and the block. */
+te_status te_tensors_check(const te_program *program, const te_run *run, uint64_t *at, te_bytes *all);
 te_status te_program_mend(te_program *program);
 
 te_status te_plans_make(te_program *program);

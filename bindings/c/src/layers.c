@@ -1,11 +1,12 @@
 /* Layers: te_core.embed says what a call is, a program does it again; on the CPU te_core computes each call. */
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "internal.h"
 
 /* Whose memory a number means, as te_core/embed/recorded.py has it: each input, state, gradient of an output, slot. */
-enum { OF_STATE = 64, OF_GRADIENT = 96, OF_SLOT = 128, STATES = 6, MOST_TENSORS = 32, BUCKETS = 256 };
+enum { OF_STATE = 64, OF_GRADIENT = 96, OF_SLOT = 128, STATES = 6, MOST_CALLED = 256, BUCKETS = 256 };
 
 /* What layers, states and kept calls begin with. Those that live stand in a table, so that a freed one is known. */
 typedef struct te_handle {
@@ -45,16 +46,19 @@ struct te_layer {
 struct te_scaling {
     te_handle handle;
     te_layer *layer;
-    uint64_t number, at[STATES];
+    uint64_t number, at[STATES], update; /* the last one */
 };
 
 struct te_saved {
     te_handle handle;
     te_layer *layer;
     te_recorded *call; /* NULL: te_core's, by its number */
+    te_bytes *bytes;   /* of the inputs */
+    size_t inputs;
     uint64_t number, at[];
 };
 
+static atomic_uint_fast64_t updates;
 static pthread_mutex_t living_lock = PTHREAD_MUTEX_INITIALIZER;
 static te_handle *living[BUCKETS];
 
@@ -93,10 +97,11 @@ static bool on_host(const te_layer *layer) { return layer->handle.runtime->optio
 
 /* --------------------------------------------------------------------------------------------------- what a call is */
 
-/* Bytes, by which calls are told apart. */
+/* Words, by which calls are told apart; and where a call's tensors lie. */
 typedef struct {
     uint64_t words[2048];
-    size_t count;
+    size_t count, tensors;
+    te_bytes bytes[MOST_CALLED];
 } te_key;
 
 static void put(te_key *key, uint64_t word) {
@@ -109,9 +114,9 @@ static uint64_t aligned_to(uint64_t address) {
 }
 
 /* Check what no recording looks at: memory, device, sizes; add what a recording depends on to the key. */
-static te_status look(const char *operation, const te_runtime *rt, const char *name, const DLTensor *t, bool empty,
+static te_status look(const char *operation, const te_runtime *rt, const char *name, const DLTensor *t, bool written,
                       te_key *key) {
-    if (t->ndim < 0 || t->ndim > MOST_TENSORS || (t->ndim && t->shape == NULL))
+    if (t->ndim < 0 || t->ndim > MOST_DIMENSIONS || (t->ndim && t->shape == NULL))
         return te_fail(TE_ARGUMENT, operation, "0 to 32 dimensions, and their sizes", "correct the tensor",
                        "%.100s of %d dimensions", name, (int)t->ndim);
     int64_t dense = 1;
@@ -123,12 +128,14 @@ static te_status look(const char *operation, const te_runtime *rt, const char *n
         strided |= t->strides != NULL && t->shape[i] > 1 && t->strides[i] != dense;
         dense *= t->shape[i];
     }
-    if (dense && t->data == NULL && !empty)
+    if (dense && t->data == NULL && !written)
         return te_fail(TE_ARGUMENT, operation, "tensors with memory", "set data", "no data in %.100s", name);
     if (t->data != NULL && ((int)t->device.device_type != rt->options.device_type ||
                             (rt->options.device_type == kDLCUDA && t->device.device_id != rt->options.device_id)))
         return te_fail(TE_ARGUMENT, operation, "tensors of the runtime's device", "copy it there, or use that device's runtime",
                        "%.100s on device (%d, %d)", name, (int)t->device.device_type, (int)t->device.device_id);
+    const te_status status = te_bytes_add(operation, name, t, written, key->bytes, &key->tensors);
+    if (status != TE_OK) return status;
     const uint64_t dtype = (uint64_t)t->dtype.code << 24 | (uint64_t)t->dtype.bits << 16 | t->dtype.lanes;
     put(key, dtype << 16 | (uint64_t)t->ndim << 1 | strided);
     put(key, aligned_to((uint64_t)(uintptr_t)t->data + t->byte_offset));
@@ -138,7 +145,7 @@ static te_status look(const char *operation, const te_runtime *rt, const char *n
 }
 
 static te_status look_at_all(const char *operation, const te_layer *layer, bool of_inputs, DLTensor *const *tensors,
-                             int32_t count, bool empty, te_key *key) {
+                             int32_t count, bool written, te_key *key) {
     const int32_t most = of_inputs ? layer->inputs : layer->outputs;
     if (count < 1 || count > most || tensors == NULL)
         return te_fail(TE_ARGUMENT, operation, "at most as many tensors as te_layer_slots says", "leave the last ones out",
@@ -147,7 +154,7 @@ static te_status look_at_all(const char *operation, const te_layer *layer, bool 
         const char *name = layer->slots[of_inputs ? i : layer->inputs + i].name;
         put(key, tensors[i] != NULL);
         if (tensors[i] == NULL) continue;
-        const te_status status = look(operation, layer->handle.runtime, name, tensors[i], empty, key);
+        const te_status status = look(operation, layer->handle.runtime, name, tensors[i], written, key);
         if (status != TE_OK) return status;
     }
     return TE_OK;
@@ -433,12 +440,13 @@ te_status te_forward(te_layer *layer, te_scaling *scaling, DLTensor *const *inpu
                      int32_t outputs, te_saved **saved) {
     const char *op = "te_forward";
     te_key key;
-    key.count = 0;
+    key.count = key.tensors = 0;
     if (saved != NULL) *saved = NULL;
     te_status status = check_call(op, layer, scaling);
     if (status != TE_OK) return status;
     put(&key, (uint64_t)(saved != NULL) | (uint64_t)(scaling != NULL) << 1 | (uint64_t)outputs << 2 | (uint64_t)inputs << 32);
     status = look_at_all(op, layer, true, input, inputs, false, &key);
+    const size_t read = key.tensors;
     if (status == TE_OK) status = look_at_all(op, layer, false, output, outputs, true, &key);
     if (status != TE_OK) return status;
     te_runtime *rt = layer->handle.runtime;
@@ -450,8 +458,10 @@ te_status te_forward(te_layer *layer, te_scaling *scaling, DLTensor *const *inpu
         (status = record(op, rt, &layer->calls, &key, "record", asked, &call)) != TE_OK)
         return status;
     const size_t numbers = call == NULL ? 0 : call->numbers;
-    te_saved *kept = calloc(1, sizeof *kept + 8 * numbers);
+    te_saved *kept = calloc(1, sizeof *kept + 8 * numbers + read * sizeof *kept->bytes);
     if (kept == NULL) return no_memory(op);
+    kept->bytes = memcpy(kept->at + numbers, key.bytes, read * sizeof *kept->bytes);
+    kept->inputs = read;
     kept->layer = layer;
     kept->call = call;
     if (call == NULL) {
@@ -503,10 +513,12 @@ te_status te_backward(te_layer *layer, te_scaling *scaling, te_saved *saved, DLT
                       int32_t outputs, DLTensor *const *gradient, int32_t inputs) {
     const char *op = "te_backward";
     te_key key;
-    key.count = 0;
+    key.count = key.tensors = 0;
     te_status status = check_call(op, layer, scaling);
     if (status != TE_OK) return status;
     if (!lives(saved, SAVED, false) || saved->layer != layer) return dead(op, "what te_forward of this layer kept");
+    key.tensors = saved->inputs;
+    memcpy(key.bytes, saved->bytes, key.tensors * sizeof *key.bytes);
     status = look_at_all(op, layer, false, gradient_of_output, outputs, false, &key);
     if (status == TE_OK) status = look_at_all(op, layer, true, gradient, inputs, true, &key);
     if (status != TE_OK) return status;
@@ -563,16 +575,20 @@ te_status te_scaling_update(te_runtime *rt, te_scaling *const *scalings, int32_t
     const char *op = "te_scaling_update";
     te_key key;
     te_recorded *call = NULL;
-    key.count = 0;
+    key.count = key.tensors = 0;
     if (rt == NULL || count < 0 || (count && scalings == NULL))
         return te_fail(TE_ARGUMENT, op, "a runtime and states", "pass both", "NULL, or %d states", (int)count);
     uint64_t *at = calloc((size_t)count * STATES + 1, 8), *numbers = calloc((size_t)count + 1, 8);
     te_status status = at == NULL || numbers == NULL || count > 2000 ? no_memory(op) : TE_OK;
+    const uint64_t update = atomic_fetch_add(&updates, 1) + 1;
     int32_t used = 0;
     for (int32_t i = 0; status == TE_OK && i < count; i++) {
         if (!lives(scalings[i], SCALING, false) || scalings[i]->handle.runtime != rt) {
             status = dead(op, "a scaling of this runtime");
+        } else if (scalings[i]->update == update) {
+            status = te_fail(TE_ARGUMENT, op, "each state once", "leave the others out", "scalings[%d] a second time", (int)i);
         } else if (scalings[i]->layer->history) {
+            scalings[i]->update = update;
             numbers[used] = scalings[i]->number;
             memcpy(at + STATES * used++, scalings[i]->at, sizeof scalings[i]->at);
             put(&key, scalings[i]->layer->number);

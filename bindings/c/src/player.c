@@ -12,6 +12,7 @@ typedef struct {
     void **pointers;
     unsigned char *ours; /* slots whose memory was taken, and not given back */
     uint32_t *noticed;   /* of a slot: the streams that it is not given back before, as bits */
+    te_bytes *bytes;     /* of the caller's tensors */
 } te_bound_entry;
 
 /* A program in a thread. */
@@ -45,6 +46,7 @@ static void free_entry(te_bound_entry *own) {
     free(own->pointers);
     free(own->ours);
     free(own->noticed);
+    free(own->bytes);
     memset(own, 0, sizeof *own);
 }
 
@@ -132,7 +134,8 @@ static te_status bind_entry(te_program *p, te_local *local, te_bound *bound, uin
     own->at = calloc(slots, sizeof *own->at);
     own->ours = calloc(slots, sizeof *own->ours);
     own->noticed = calloc(slots, sizeof *own->noticed);
-    if (!own->ops || !own->words || !own->pointers || !own->at || !own->ours || !own->noticed) {
+    own->bytes = calloc(slots, sizeof *own->bytes);
+    if (!own->ops || !own->words || !own->pointers || !own->at || !own->ours || !own->noticed || !own->bytes) {
         free_entry(own);
         return no_memory();
     }
@@ -337,7 +340,7 @@ te_status te_program_run(te_program *p, const te_run *run) {
         play.calls = (te_calls){d->cuLaunchKernel, d->cuMemsetD8Async, d->cublasLtMatmul, d->cublasLtMatmulDescSetAttribute};
         memset(play.own->at, 0, 8 * (size_t)e->slot_count);
         if (p->file.count[T_WAYS] > 1) memset(play.own->noticed, 0, 4 * (size_t)e->slot_count);
-        status = te_tensors_check(p, run, play.own->at);
+        status = te_tensors_check(p, run, play.own->at, play.own->bytes);
     }
     if (status == TE_OK) status = find_streams(&play, run->stream == NULL ? p->runtime->options.stream : run->stream);
     if (status == TE_OK) {

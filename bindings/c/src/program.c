@@ -203,7 +203,7 @@ te_status te_program_load_memory(te_runtime *rt, const void *content, size_t byt
     if (program != NULL) *program = NULL;
     if (rt == NULL || content == NULL || program == NULL)
         return te_fail(TE_ARGUMENT, LOAD, "a runtime, the content, a place", "pass all three", "NULL");
-    unsigned char *copy = malloc(bytes + 1);
+    unsigned char *copy = bytes < PTRDIFF_MAX ? malloc(bytes + 1) : NULL;
     if (copy == NULL) return no_memory();
     memcpy(copy, content, bytes);
     return load(rt, copy, bytes, program);

@@ -41,7 +41,7 @@ static te_work *work_of(int64_t digest) {
 }
 
 static void *copied(const void *from, size_t bytes) {
-    void *made = malloc(bytes + 1);
+    void *made = bytes < PTRDIFF_MAX ? malloc(bytes + 1) : NULL;
     if (made != NULL) memcpy(made, from, bytes);
     return made;
 }

@@ -120,13 +120,22 @@ static void wrong(void) {
     te_layer *layer = (void *)1, *other;
     te_scaling *scaling;
     te_saved *saved;
-    array x, w, y;
+    array x, w, y, b, dx;
     const te_layer_slot *slots;
     int32_t inputs, outputs;
     REFUSED(te_layer_open(rt, "lineal", NULL, &layer), TE_ARGUMENT, "linear, layernorm");
     EXPECT(layer == NULL);
     REFUSED(te_layer_open(rt, "linear", "{\"turned\": ", &layer), TE_ARGUMENT, "no JSON");
     REFUSED(te_layer_open(rt, "linear", "[]", &layer), TE_ARGUMENT, "options = []");
+    for (size_t deep = 10; deep < 1000000; deep *= 10) {
+        char *nested = calloc(2 * deep + 16, 1);
+        memcpy(nested, "{\"needs\":", 9);
+        memset(nested + 9, '[', deep);
+        memset(nested + 9 + deep, ']', deep);
+        nested[9 + 2 * deep] = '}';
+        REFUSED(te_layer_open(rt, "linear", nested, &layer), TE_ARGUMENT, "nested");
+        free(nested);
+    }
     REFUSED(te_layer_open(rt, "linear", "{\"recipe\": \"Fast\"}", &layer), TE_ARGUMENT, "DelayedScaling");
     REFUSED(te_layer_open(rt, "linear", "{\"speed\": 3}", &layer), TE_ARGUMENT, "speed");
     REFUSED(te_layer_open(rt, "linear", "{\"needs\": [\"y\"]}", &layer), TE_ARGUMENT, "needs");
@@ -138,6 +147,7 @@ static void wrong(void) {
 
     DLTensor *in[] = {new_array(&x, ROWS, WIDTH, 1.0F), new_array(&w, WIDTH, WIDTH, 1.0F)}, *none[] = {NULL, NULL};
     DLTensor *out = new_array(&y, ROWS, WIDTH, 0.0F);
+    (void)new_array(&b, WIDTH, 0, 0.0F), (void)new_array(&dx, ROWS, WIDTH, 0.0F);
     REFUSED(te_forward(layer, NULL, in, 2, &out, 1, &saved), TE_ARGUMENT, "te_scaling_create");
     EXPECT(te_scaling_create(layer, &scaling) == TE_OK);
     REFUSED(te_forward(other, scaling, in, 2, &out, 1, &saved), TE_ARGUMENT, "another layer's state");
@@ -162,17 +172,43 @@ static void wrong(void) {
     x.t.data = NULL;
     REFUSED(te_forward(layer, scaling, in, 2, &out, 1, &saved), TE_ARGUMENT, "no data in x");
     x.t.data = x.values;
+    for (int bit = 40; bit < 64; bit++) {
+        x.t.byte_offset = UINT64_C(1) << bit;
+        REFUSED(te_forward(layer, scaling, in, 2, &out, 1, &saved), TE_ARGUMENT, "x at");
+    }
+    x.t.byte_offset = 0;
+    int64_t far[] = {INT64_MAX / 2, 1}, back[] = {-(INT64_C(1) << 50), 1};
+    x.t.strides = far;
+    REFUSED(te_forward(layer, scaling, in, 2, &out, 1, &saved), TE_ARGUMENT, "x at");
+    x.t.strides = back;
+    REFUSED(te_forward(layer, scaling, in, 2, &out, 1, &saved), TE_ARGUMENT, "x at");
+    x.t.strides = NULL;
+    y.t.data = x.values; /* backward would read y for x */
+    REFUSED(te_forward(layer, scaling, in, 2, &out, 1, &saved), TE_ARGUMENT, "y in the memory of x");
+    y.t.data = w.values + WIDTH;
+    REFUSED(te_forward(layer, scaling, in, 2, &out, 1, &saved), TE_ARGUMENT, "y in the memory of weight");
+    y.t.data = y.values;
     y.shape[0] = 3;
     REFUSED(te_forward(layer, scaling, in, 2, &out, 1, &saved), TE_ARGUMENT, "y");
     y.shape[0] = ROWS;
 
     EXPECT(te_forward(layer, scaling, in, 2, &out, 1, &saved) == TE_OK);
     REFUSED(te_backward(other, NULL, saved, &out, 1, in, 2), TE_ARGUMENT, "what te_forward of this layer kept");
-    REFUSED(te_backward(layer, scaling, saved, none, 1, in, 2), TE_ARGUMENT, "gradients");
-    DLTensor *grads[] = {NULL, NULL, &y.t}; /* there was no bias */
+    REFUSED(te_backward(layer, scaling, saved, none, 1, none, 2), TE_ARGUMENT, "gradients");
+    DLTensor *grads[] = {&y.t, NULL, &b.t};
+    REFUSED(te_backward(layer, scaling, saved, &out, 1, grads, 2), TE_ARGUMENT, "x in the memory of y");
+    grads[0] = &x.t;
+    REFUSED(te_backward(layer, scaling, saved, &out, 1, grads, 2), TE_ARGUMENT, "te_backward: got a place for x in the memory of x");
+    grads[0] = &dx.t;
+    dx.t.data = b.values;
+    REFUSED(te_backward(layer, scaling, saved, &out, 1, grads, 3), TE_ARGUMENT, "bias in the memory of x");
+    grads[0] = NULL; /* there was no bias */
     REFUSED(te_backward(layer, scaling, saved, &out, 1, grads, 3), TE_ARGUMENT, "bias");
     EXPECT(te_backward(layer, scaling, saved, &out, 1, none, 2) == TE_OK);
     REFUSED(te_backward(layer, scaling, saved, &out, 1, none, 2), TE_ARGUMENT, "was freed");
+    te_scaling *twice[] = {scaling, scaling};
+    REFUSED(te_scaling_update(rt, twice, 2), TE_ARGUMENT, "scalings[1] a second time");
+    EXPECT(te_scaling_update(rt, twice, 1) == TE_OK && te_scaling_update(rt, twice, 1) == TE_OK);
     REFUSED(te_layer_save(layer, "/nowhere/x.te"), TE_UNSUPPORTED, "a layer on the CPU");
     te_scaling_free(scaling);
     te_scaling_free(scaling); /* does nothing */

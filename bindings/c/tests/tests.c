@@ -276,7 +276,7 @@ static void test_wrong_tensors(void) {
     te_program *p = program_in(rt);
     call c = call_of(p, "forward");
     int64_t other[2] = {48, 65}, strides[2] = {128, 1}, dense[2] = {64, 1};
-    for (int kind = 0; kind < 14; kind++) {
+    for (int kind = 0; kind < 19; kind++) {
         call wrong = c;
         DLTensor *x = &wrong.tensors[0];
         te_status wanted = TE_ARGUMENT;
@@ -294,14 +294,26 @@ static void test_wrong_tensors(void) {
             case 10: wrong.inputs = 6; break;
             case 11: wrong.tensors[7].dtype.lanes = 2; break;
             case 12: x->shape = NULL; break;
+            case 13: x->byte_offset = UINT64_C(1) << 63; break;
+            case 14: x->byte_offset = UINT64_MAX - 255; break;
+            case 15: wrong.tensors[7].data = x->data; break;
+            case 16: wrong.tensors[7].data = (char *)x->data + 256; break; /* the end of x */
+            case 17: wrong.tensors[8].data = wrong.tensors[7].data = (void *)0x7d0000000000; break;
             default: x->strides = dense; wanted = TE_OK; break; /* as they are said to be */
         }
         EXPECT(played(p, &wrong) == wanted);
         if (wanted == TE_OK) give_outputs(p, &wrong);
         if (kind == 2) EXPECT_SAID(TE_ARGUMENT, "x of another shape: dtype (4, 16, 1), shape [48, 65]");
+        if (kind == 13) EXPECT_SAID(TE_ARGUMENT, "byte_offset 9223372036854775808");
+        if (kind > 14 && kind < 18) EXPECT_SAID(TE_ARGUMENT, "in the memory of");
         EXPECT(stub_context() == NULL && played(p, &c) == TE_OK);
         give_outputs(p, &c);
     }
+    EXPECT(te_program_block_bytes(p, c.run.entry, &c.run.block_bytes) == TE_OK);
+    c.run.block = c.tensors[1].data;
+    EXPECT(played(p, &c) == TE_ARGUMENT);
+    EXPECT_SAID(TE_ARGUMENT, "a place for the block in the memory of");
+    c.run.block = NULL;
     c.run.entry = 9;
     EXPECT(played(p, &c) == TE_ARGUMENT);
     c.run.size = 8;

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.spelling import choice_error
 from te_jax.calling import call_layer, number
 
 
@@ -65,11 +66,10 @@ class SequenceDescriptor(NamedTuple):
 
 
 def _one_of(kind: type[Enum], name: str, value: Any) -> str:
-    try:
-        return str(kind(value).value)
-    except ValueError:
-        allowed = ", ".join(repr(member.value) for member in kind)
-        raise ArgumentError("fused_attn", f"{name}={value!r}", allowed, "choose one of these") from None
+    try:  # programs also write "BSHD_BSHD_BSHD", and "off_by_one"
+        return str(kind(value.lower().replace("off_by_one", "off-by-one")).value)
+    except (ValueError, AttributeError):
+        raise choice_error("fused_attn", name, value, [member.value for member in kind]) from None
 
 
 def _parted(qkv: Sequence[Any], layout: str) -> tuple[Any, Any, Any]:
@@ -140,6 +140,7 @@ def fused_attn(
         "softmax_scale": scaling_factor,
         "attention_dropout": dropout,
         "window_size": None if window_size is None else tuple(window_size),
+        "bottom_right_diagonal": mask.endswith("bottom_right"),
         "core_attention_bias_type": kind,
         "max_seqlen_q": q.shape[0] if packed else 0,
         "max_seqlen_kv": k.shape[0] if packed else 0,

@@ -16,9 +16,9 @@ from te_core.quantize.operands import takes_turned
 from te_core.recipe import Recipe
 from te_jax.context import region
 from te_jax.mesh import alike
-from te_jax.record import note
+from te_jax.record import note, the_one
 from te_jax.rules import CALLED, Layered, layered
-from te_jax.state import Scaling
+from te_jax.state import LOOPS, Scaling
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: What arguments of the core's layers are called here, and the layers themselves.
@@ -88,9 +88,9 @@ def _called(
         if not options["turned"]:  # XLA transposes what te_core cannot read as it lies
             given |= {n: given[n].T for n in LAYERS[name].products}
             note(f"{name}: XLA transposes kernels for {type(recipe).__name__}, whose weights lie [out, in]")
-    whole = Layered.of(name, options, recipe, region().strict, given)
+    whole, constant = the_one(Layered(name, options, recipe, region().strict, given)), None
     if whole.history:
-        given["scaling"] = _entered(whole, scaling, given)
+        given["scaling"], constant = _entered(whole, scaling, given)
     elif scaling is not None:
         got = f"scaling= with {'no recipe' if recipe is None else type(recipe).__name__}"
         raise ArgumentError(name, got, "a state beside a recipe with a history", "pass recipe=, or leave scaling out")
@@ -98,11 +98,12 @@ def _called(
         note(f"mesh_resource has no effect on {type(recipe).__name__}: each device scales its part by its own maxima")
     if seed is not None:
         given["seed"] = _seed(name, seed, whole.named.pairs)
-    outputs: tuple[Any, ...] = layered(whole, alike(given))
+    outputs: tuple[Any, ...] = layered(whole, constant, alike(given))
     return outputs
 
 
-def _entered(whole: Layered, scaling: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+def _entered(whole: Layered, scaling: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], str | None]:
+    """The state's arrays, and what a function is traced for of which they are constants."""
     name, called = whole.name, _NAMES.get(whole.name, whole.name)
     if not isinstance(scaling, Scaling):
         do = f"make it once: scaling = te_jax.scaling(recipe, te_jax.{called})"
@@ -110,10 +111,15 @@ def _entered(whole: Layered, scaling: Any, given: Mapping[str, Any]) -> tuple[An
     if scaling.rule.layer != name:
         got = f"a state of {_NAMES.get(scaling.rule.layer, scaling.rule.layer)}"
         raise ArgumentError(name, got, f"a state of {called}", f"make one: te_jax.scaling(recipe, te_jax.{called})")
-    if scaling.rule.serial != whole.precision.serial:  # type: ignore[union-attr]
+    if scaling.rule.precision is not whole.precision:
         got, do = "a state of another recipe", "make the state by the recipe of the call; equal ones are the same"
         raise ArgumentError(name, got, "the state of this recipe", do)
-    return scaling.entered(name, given)
+    constant = scaling.closed_over()
+    if constant in LOOPS:
+        got, allowed = f"a scaling state from outside of the loop's body ({constant})", "an argument of the body"
+        do = "carry the state through the loop, or pass a state for each step or layer as xs of jax.lax.scan"
+        raise ArgumentError(name, got, allowed, do)
+    return scaling.entered(name, given), constant
 
 
 def _seed(operation: str, seed: Any, pairs: tuple[int, ...]) -> Any:

@@ -27,6 +27,7 @@ class MeshResource:
     fsdp_resource: str | None = None
     pp_resource: str | None = None
     cp_resource: str | None = None
+    ep_resource: str | None = None
 
     def __post_init__(self) -> None:
         for name, axis in vars(self).items():
@@ -34,7 +35,8 @@ class MeshResource:
                 raise ArgumentError(
                     "MeshResource", f"{name}={axis!r}", "the name of a mesh axis, or None", "correct it"
                 )
-        for name, what in (("pp_resource", "layers to devices"), ("cp_resource", "the tokens of a sequence")):
+        not_divided = {"pp": "layers to devices", "cp": "the tokens of a sequence", "ep": "experts to devices"}
+        for name, what in ((f"{short}_resource", what) for short, what in not_divided.items()):
             if getattr(self, name) is not None:
                 do = f"leave {name} out: te_jax does not divide {what}"
                 raise UnsupportedError("MeshResource", f"{name}={getattr(self, name)!r}", "None", do)
@@ -66,17 +68,19 @@ _region = jax.make_user_context(None)
 
 @contextmanager
 def autocast(
-    enabled: bool = True,
+    enabled: bool | None = None,
     recipe: Recipe | None = None,
     mesh_resource: MeshResource | None = None,
     *,
     strict: bool = False,
 ) -> Iterator[None]:
-    """Inside it, layers that are given no recipe take this one (delayed scaling, if none is named).
+    """Inside it, layers that are given no recipe take this one.
 
+    `enabled`: whether they do. True without a recipe is delayed scaling; None is True with a recipe, False without.
     `mesh_resource`: over which mesh axes states take their maxima; that of the `autocast` around, if it is left out.
     `strict`: what would else be computed in another way is an error: attention that cuDNN refuses.
     """
+    enabled = recipe is not None if enabled is None else enabled
     for name, flag in (("enabled", enabled), ("strict", strict)):
         if not isinstance(flag, bool):
             raise ArgumentError("autocast", f"{name}={flag!r}", "True or False", "name the recipe: recipe=...")

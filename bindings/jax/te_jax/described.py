@@ -12,7 +12,7 @@ fused_attn.bias: Addend of the scores, which broadcasts to [batch, heads, querie
 contracting_dims: Dimensions that are summed over: the last ones of x, and the first ones of the kernel.
 recipe: Recipe by which operands are quantized. None is the recipe of the `te_jax.autocast` around the call;
     without one everything runs in high precision.
-autocast.recipe: Recipe of the calls inside that name none. None is `DelayedScaling()`.
+autocast.recipe: Recipe of the calls inside that name none. None is `DelayedScaling()` with enabled=True.
 scaling.recipe: Recipe whose state is made. None makes none, as does a recipe without a history.
 quantize.recipe: Recipe whose rule for activations is used. None is the recipe of the `te_jax.autocast` around
     the call; one of the two has to be there.
@@ -51,7 +51,7 @@ max_segments_per_seq: 1, the only one allowed: packed sequences have their own l
 window_size: How many keys to the left and to the right of its own place a query sees; -1 is no bound. None
     bounds nothing.
 softmax_offset: Addend of each head's denominator, float32 [heads], for a learnable softmax. None has none.
-enabled: Whether calls inside that name no recipe are quantized.
+enabled: Whether calls inside that name no recipe are quantized. None: they are if `recipe` is named.
 mesh_resource: Mesh axes over which states take their maxima. None is that of the `te_jax.autocast` around.
 strict: Whether it is an error if something cannot be computed as asked, such as attention that cuDNN refuses.
 dp_resource: Mesh axis along which the batch is divided. None: none is.
@@ -60,6 +60,7 @@ tpsp_resource: Mesh axis along which these and tokens are divided. None: none is
 fsdp_resource: Mesh axis along which parameters are divided. None: none is.
 pp_resource: None, the only one allowed: layers are not divided.
 cp_resource: None, the only one allowed: sequences are not divided.
+ep_resource: None, the only one allowed: experts are not divided.
 seqlens: (lengths of the queries' sequences, lengths of the keys'), int32 [batch] each.
 from_seqlens.seqlens: Lengths int32 [batch], or a pair of them: of the queries' sequences and of the keys'.
 scale: float32 [1] of a recipe with a history, which needs it. None for other recipes.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from te_core.errors import ArgumentError
 from te_core.layers.table import LAYERS
 from te_core.recipe import Recipe
+from te_core.spelling import choice_error
 from te_jax.calling import call_layer, number, of_layer
 from te_jax.context import chosen
 from te_jax.state import Scaling
@@ -142,8 +143,8 @@ def _activation(operation: str, activation_type: Any) -> str:
     names = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
     found = _ACTIVATIONS.get(names)
     if found is None:
-        allowed = ", ".join(map(str, _ACTIVATIONS))
-        raise ArgumentError(operation, f"activation_type={activation_type!r}", allowed, "choose one of these")
+        allowed = [name[0] if len(name) == 1 else name for name in _ACTIVATIONS]
+        raise choice_error(operation, "activation_type", activation_type, allowed)
     return found
 
 
@@ -224,7 +225,7 @@ def softmax(
     """softmax(scale_factor logits) of logits [batch, heads, queries, keys]. The mask is True where no score counts."""
     kinds = [kind.value for kind in SoftmaxType]
     if softmax_type not in kinds:
-        raise ArgumentError("softmax", f"softmax_type={softmax_type!r}", ", ".join(kinds), "choose one of these")
+        raise choice_error("softmax", "softmax_type", softmax_type, kinds)
     kind = SoftmaxType(softmax_type)
     if (kind is SoftmaxType.SCALED_MASKED) != (mask is not None):
         got = f"softmax_type={kind!r} {'without' if mask is None else 'with'} a mask"

@@ -23,7 +23,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_jax.context import chosen
 from te_jax.mesh import alike
-from te_jax.record import Array, Part, Work
+from te_jax.record import Array, Part, Work, the_one
 from te_jax.rules import bind, shown
 
 
@@ -64,10 +64,23 @@ class Quantized:
 
 
 class Kind:
-    """How arrays of a shape are quantized. One object for equal ones."""
+    """How arrays of a shape are quantized."""
 
     def __init__(self, rule: Operand, array: Array) -> None:
         self.rule, self.array = rule, array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kind) and (other.rule, other.array) == (self.rule, self.array)
+
+    def __hash__(self) -> int:
+        return hash((self.rule, self.array))
+
+    def __reduce__(self) -> Any:
+        return _kind, (self.rule, self.array)
+
+    def settle(self) -> None:
+        """Make what quantizes."""
+        rule, array = self.rule, self.array
         operands = [array] + [Array((1,), dtypes.float32)] * (rule.scaling == "delayed")
         self.quantize = Work("quantize", partial(_quantized, rule), operands, self._given, str(rule.format))
         q: Any = self.quantize.standing()
@@ -103,17 +116,18 @@ def _quantized(rule: Operand, rt: Runtime, x: Tensor, scale: Tensor | None = Non
     return ops.quantize(rt, x, forward_cast(rule, scales, 0, INPUT, rowwise=True, columnwise=False))
 
 
-_kinds: dict[tuple[int, Array], Kind] = {}
+def _kind(rule: Operand, array: Array) -> Kind:
+    found: Kind = the_one(Kind(rule, array))
+    return found
 
 
-def _kind(recipe: Recipe, array: Array) -> Kind:
+def _rule(recipe: Recipe) -> Operand:
     precision = precision_of("quantize", recipe)
     rule = None if precision is None else precision.input
     if precision is None or rule is None or not is_plain_rule(rule):
         do = "choose Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or DelayedScaling"
         raise UnsupportedError("quantize", f"{type(recipe).__name__}", "recipes with one rule for activations", do)
-    found = _kinds.get((precision.serial, array))
-    return found if found is not None else _kinds.setdefault((precision.serial, array), Kind(rule, array))
+    return rule
 
 
 def quantize(x: Any, recipe: Recipe | None = None, *, scale: Any = None) -> Quantized:
@@ -123,7 +137,7 @@ def quantize(x: Any, recipe: Recipe | None = None, *, scale: Any = None) -> Quan
     if recipe is None or x.ndim < 1 or dtype not in ACTIVATION_DTYPES:
         got, allowed = f"x = {x.dtype}{list(x.shape)}, recipe={recipe!r}", "float32, bfloat16 or float16 and a recipe"
         raise ArgumentError("quantize", got, allowed, "correct x, or pass recipe=")
-    kind = _kind(recipe, Array((int(np.prod(x.shape[:-1])), x.shape[-1]), dtype))
+    kind = _kind(_rule(recipe), Array((int(np.prod(x.shape[:-1])), x.shape[-1]), dtype))
     if (scale is None) == (kind.rule.scaling == "delayed"):
         do = "pass scale= of a recipe with a history, and of no other"
         raise ArgumentError("quantize", f"scale={scale!r} for {type(recipe).__name__}", "the scale that it keeps", do)

@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -173,6 +174,22 @@ def _stored(shape: tuple[int, ...], dtype: DType, nbytes: int) -> Array:
     if dtype in (dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int32, dtypes.uint8):
         return Array(shape, dtype)
     return Array((nbytes,), dtypes.uint8)
+
+
+@jax.tree_util.register_static
+class _Kept(NamedTuple):
+    value: Any
+
+
+@partial(jax.jit, static_argnums=0)
+def _kept(value: Any) -> _Kept:
+    value.settle()
+    return _Kept(value)
+
+
+def the_one(value: Any) -> Any:
+    """The first of all that are equal to this. JAX keeps it, as it keeps programs: `jax.clear_caches` lets it go."""
+    return _kept.eval_shape(value).value
 
 
 _works: dict[int, Work] = {}  # of all programs that were lowered: one may outlive all that made it

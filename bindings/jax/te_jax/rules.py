@@ -83,6 +83,11 @@ def _refuse_partition(ctx: Any, work: Work) -> None:
         raise UnsupportedError(work.name, over, allowed, "wrap the call in jax.shard_map")
 
 
+def _impl(*operands: Any, work: Work) -> Any:
+    with jax.disable_jit(False):  # XLA runs it, also where JAX compiles nothing else
+        return work_jitted(work)(*operands)
+
+
 def _unbatched(arguments: Any, dimensions: Any, *, work: Work) -> Any:
     do = "give x a leading dimension more, or use jax.lax.map (instead of jax.jacrev: jax.vjp)"
     raise UnsupportedError(work.name, "jax.vmap over it", "calls without vmap", do)
@@ -97,7 +102,7 @@ def _without_jvp(primals: Any, tangents: Any, *, work: Work) -> Any:
 
 
 _work_p.def_abstract_eval(_abstract)
-_work_p.def_impl(lambda *operands, work: work_jitted(work)(*operands))
+_work_p.def_impl(_impl)
 mlir.register_lowering(_work_p, partial(_lower, on_gpu=False), platform="cpu")
 mlir.register_lowering(_work_p, partial(_lower, on_gpu=True), platform="cuda")
 batching.primitive_batchers[_work_p] = _unbatched
@@ -134,38 +139,32 @@ checkpoint_names = tuple(
 
 
 class Layered:
-    """A layer of the table with its options, on arrays of these shapes. One object for equal ones."""
-
-    made: dict[Any, Layered] = {}
+    """A layer of the table with its options, on arrays of these shapes."""
 
     def __init__(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        recipe: Recipe | None,
-        strict: bool,
-        given: tuple[tuple[str, Array], ...],
+        self, name: str, options: Mapping[str, Any], recipe: Recipe | None, strict: bool, given: Mapping[str, Any]
     ) -> None:
+        """`strict`: what te_core refuses is an error, also where plain JAX could do it."""
+        self.name, self.recipe, self.strict, self.precision = name, recipe, strict, precision_of(name, recipe)
+        self.given = tuple((n, Array(tuple(a.shape), dtypes.dtype(np.dtype(a.dtype)))) for n, a in given.items())
+        serial = None if self.precision is None else self.precision.serial
+        self._key = name, tuple(options.items()), serial, strict, self.given
         self.named = Named(LAYERS[name])
-        self.name, self.recipe, self.strict, self.given = name, recipe, strict, given
         self.layer, self.options = self.named.layer, dict(options)
-        self.precision = precision_of(name, recipe)
-        rt = record.runtime(CPU)
-        tensors = self._tensors([Tensor(1 << 20, *array, CPU, object()) for _, array in given])
-        self.named.check(tensors, self.options, self.precision, rt)
-        self.options |= self.named.implied(tensors, self.options, rt)
         self.sides: dict[Any, Sides] = {}
 
-    @classmethod
-    def of(
-        cls, name: str, options: Mapping[str, Any], recipe: Recipe | None, strict: bool, given: Mapping[str, Any]
-    ) -> Layered:
-        """The one of these. `strict`: what te_core refuses is an error, also where plain JAX could do it."""
-        shapes = tuple((n, Array(tuple(a.shape), dtypes.dtype(np.dtype(a.dtype)))) for n, a in given.items())
-        precision = precision_of(name, recipe)
-        key = name, tuple(options.items()), None if precision is None else precision.serial, strict, shapes
-        found = cls.made.get(key)
-        return found if found is not None else cls.made.setdefault(key, cls(name, options, recipe, strict, shapes))
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layered) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def settle(self) -> None:
+        """Check arrays and options, and complete these."""
+        rt = record.runtime(CPU)
+        tensors = self._tensors([Tensor(1 << 20, *array, CPU, object()) for _, array in self.given])
+        self.named.check(tensors, self.options, self.precision, rt)
+        self.options |= self.named.implied(tensors, self.options, rt)
 
     @property
     def history(self) -> bool:
@@ -305,23 +304,27 @@ def _operands(sides: Sides, given: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def layered(whole: Layered, given: dict[str, Any]) -> tuple[Any, ...]:
-    """The outputs of a layer."""
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def layered(whole: Layered, constant: str | None, given: dict[str, Any]) -> tuple[Any, ...]:
+    """The outputs of a layer. `constant`: what a function is traced for of which the scaling state is a constant."""
     sides = whole.wanting(frozenset(), False)
     operands = _operands(sides, given)
     _, results = bind(sides.forward, operands)
     return tuple(shown(at, operands, results) for at in sides.outputs)
 
 
-def _forward(whole: Layered, given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+def _forward(whole: Layered, constant: str | None, given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     needs = frozenset(
         a.name for a in whole.layer.arguments if a.gradient and a.name in given and given[a.name].perturbed
     )
     values = jax.tree_util.tree_map(lambda leaf: leaf.value, given, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
     seen = any(leaf.perturbed for leaf in given.get("scaling", ()))
+    if constant is not None and (seen or needs & set(whole.layer.products)):
+        got = f"a scaling state that is a constant of a function which JAX traces for {constant}"
+        do = "pass the state to this function as an argument: each step has another one"
+        raise ArgumentError(CALLED.get(whole.name, whole.name), got, "constants where no weight is trained", do)
     if not needs and not seen:
-        return layered(whole, values), (_Static(None, tuple(values)), {}, (), None)
+        return layered(whole, constant, values), (_Static(None, tuple(values)), {}, (), None)
     sides = whole.wanting(needs, seen)
     operands = _operands(sides, values)
     maxima, results = bind(sides.forward, operands)
@@ -348,7 +351,9 @@ class _Static:
         return hash((id(self.sides), self.names))
 
 
-def _backward(whole: Layered, residual: Any, cotangents: tuple[Any, ...]) -> tuple[dict[str, Any]]:
+def _backward(
+    whole: Layered, constant: str | None, residual: Any, cotangents: tuple[Any, ...]
+) -> tuple[dict[str, Any]]:
     static, kept, maxima, state = residual
     sides, found = static.sides, dict.fromkeys(static.names)
     if sides is None:

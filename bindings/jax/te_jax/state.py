@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import get_opaque_trace_state, take_current_trace
 
 from te_core import dtypes
 from te_core.calls import precision_of
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState
-from te_core.precision import Precision
+from te_core.precision import Precision, the_one
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import Recipe
 from te_core.runtime import Runtime
@@ -38,6 +38,9 @@ class Scaling:
     def __init__(self, arrays: tuple[Any, ...], rule: Rule) -> None:
         self.arrays, self.rule = tuple(arrays), rule
         self._entered: Any = None  # the arrays as layers of one trace read them
+
+    def __reduce__(self) -> Any:
+        return Scaling, (self.arrays, self.rule)
 
     def __getattr__(self, name: str) -> Any:
         if name in NAMES:
@@ -64,6 +67,15 @@ class Scaling:
             self._entered = trace, _entered(self.rule, axes, self.arrays)
         found: tuple[Any, ...] = self._entered[1]
         return found
+
+    def closed_over(self) -> str | None:
+        """What JAX traces a function for, such as "jit", into which the state enters as a constant; None: into none.
+
+        JAX hands a state that it traces, too, on into branches and into functions that it compiles or computes again.
+        The body of a loop runs several times: any state from outside is a constant of it.
+        """
+        found = {_closed_over(array) for array in self.arrays} - {None}
+        return min(found, key=lambda where: where not in LOOPS) if found else None
 
     def _named(self, operation: str, given: Any) -> tuple[str, ...]:
         """Of the axes of the region's mesh those along which devices share the state, but not the arrays."""
@@ -103,19 +115,14 @@ class Rule:
     def __init__(self, layer: str, gemms: int, precision: Precision, axes: tuple[str, ...]) -> None:
         history = precision.history
         assert history is not None and precision.input is not None and precision.grad is not None
-        self.layer, self.gemms, self.axes, self.serial = layer, gemms, axes, precision.serial
+        self.layer, self.gemms, self.axes, self.precision = layer, gemms, axes, the_one(precision)
         self.algo, self.length = history.amax_algo, history.length
         self.limits = [rule.dtype.max * 2.0**-history.margin for rule in (precision.input, precision.grad)]
-        self._updates: list[Work] | None = None
 
     def updates(self) -> list[Work]:
         """What makes the next scales of both ways."""
-        if self._updates is None:
-            self._updates = [
-                _update(self.gemms * slots, self.length, self.algo, limit)
-                for slots, limit in zip((FORWARD_SLOTS, BACKWARD_SLOTS), self.limits, strict=True)
-            ]
-        return self._updates
+        slots = FORWARD_SLOTS, BACKWARD_SLOTS
+        return [_update(self.gemms * n, self.length, self.algo, m) for n, m in zip(slots, self.limits, strict=True)]
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Of the arrays of a state."""
@@ -123,7 +130,10 @@ class Rule:
         return [shape for n in widths for shape in ((n,), (self.length, n))]
 
     def _key(self) -> Any:
-        return self.layer, self.gemms, self.axes, self.serial
+        return self.layer, self.gemms, self.axes, self.precision.serial
+
+    def __reduce__(self) -> Any:
+        return Rule, (self.layer, self.gemms, self.precision, self.axes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rule) and self._key() == other._key()
@@ -167,6 +177,31 @@ def scaling(recipe: Recipe | None, function: Any, *, axis_names: Any = ()) -> Sc
     return Scaling(arrays, rule)
 
 
+#: What the bodies of loops are traced for.
+LOOPS = ("scan", "fori_loop", "while_body", "while_cond")
+
+
+def _closed_over(array: Any) -> str | None:
+    """What the function is traced for of which an array is a constant."""
+    with take_current_trace() as trace:
+        pass
+    found = None
+    while trace is not None:
+        frame = getattr(trace, "frame", None)  # of a function that becomes a program
+        if getattr(array, "_trace", None) is trace:
+            if frame is not None:
+                return None
+            found = None  # JAX hands on what it differentiates
+            array = getattr(array, "primal", getattr(array, "val", None))
+        elif frame is not None:
+            found = frame.debug_info.traced_for
+            if found in LOOPS:
+                return str(found)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+@cache
 def _update(slots: int, rows: int, algo: Any, limit: float) -> Work:
     """The update of a scale and a history, which it writes into, by te_core."""
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from te_core.attention import DIMENSIONS, AttentionSpec
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.context.schedule import MODES, Context
+from te_core.spelling import choice_error
 from te_core.tensor import Tensor
 
 OPERATION = "context parallelism"
@@ -39,7 +40,8 @@ def _mode(cut: Cut) -> Refusal | None:
     mode = cut.context.mode
     if mode in MODES:
         return None
-    return Refusal(f"cp_comm_type={mode!r}", ", ".join(map(repr, MODES)), "choose one of these")
+    refusal: Refusal = choice_error("", "cp_comm_type", mode, MODES, lambda _, *parts: Refusal(*parts))
+    return refusal
 
 
 def _sizes(cut: Cut) -> Refusal | None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from te_core.errors import ArgumentError
 from te_core.layers.communicator import Communicator
 from te_core.layers.context.schedule import MODES, Context
+from te_core.spelling import choice_error
 from te_torch.parallel.communicator import GroupCommunicator
 from te_torch.parallel.groups import group_of
 
@@ -76,7 +77,7 @@ def context_groups(
 ) -> ContextGroups:
     """The groups that were given, checked."""
     if cp_comm_type not in MODES:
-        raise ArgumentError(operation, f"cp_comm_type={cp_comm_type!r}", ", ".join(MODES), "choose one of these")
+        raise choice_error(operation, "cp_comm_type", cp_comm_type, MODES)
     several, given = isinstance(cp_group, (list, tuple)), (cp_group, cp_global_ranks, cp_stream)
     groups = [group_of(operation, g, "cp_group") for g in (cp_group if several else [cp_group])]
     if several and cp_comm_type != "a2a+p2p":

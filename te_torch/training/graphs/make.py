@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.recipe import Recipe
+from te_core.recipe import DelayedScaling, Recipe
 from te_torch.base.module import BaseModule
 from te_torch.training.graphs import arguments, schedule
 from te_torch.training.graphs import device as seam
@@ -27,6 +27,36 @@ _capturing = False
 _captures = 0  # that run now, in all threads
 _before = (False, True)  # what was before the first of them: `_capturing`, whether garbage is collected
 _begins_or_ends = RLock()
+
+
+def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) -> list[Any]:
+    """Copies of the scales and histories in these modules, for `restore_fp8_tensors`; None for one without.
+
+    Histories are cut first, or filled with zeros, to the length that the recipe says.
+    """
+    parts = _parts(modules)
+    if isinstance(recipe, DelayedScaling):
+        for part in parts:
+            if part._scaling() is not None:
+                part.adjust_amax_history_length(recipe.amax_history_len)
+    return [part.get_fp8_meta_tensors() for part in parts]
+
+
+def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: Sequence[Any]) -> None:
+    """Put back what `save_fp8_tensors` gave of these modules."""
+    parts = _parts(modules)
+    if len(parts) != len(fp8_tensors):
+        got, allowed = (
+            f"{len(fp8_tensors)} states for {len(parts)} modules",
+            "what save_fp8_tensors gave of these modules",
+        )
+        raise ArgumentError("restore_fp8_tensors", got, allowed, "pass both the same modules")
+    for part, saved in zip(parts, fp8_tensors, strict=True):
+        part.reset_fp8_meta_tensors(saved)
+
+
+def _parts(modules: Iterable[torch.nn.Module]) -> list[BaseModule]:
+    return list(dict.fromkeys(part for module in modules for part in module.modules() if isinstance(part, BaseModule)))
 
 
 def is_graph_capturing() -> bool:

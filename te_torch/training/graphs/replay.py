@@ -41,6 +41,7 @@ class Graphed:
         options = unit.options
         self.takes_microbatch = options.cached and "is_first_microbatch" in inspect.signature(eager).parameters
         self._needs = [t.requires_grad for t in unit.inputs]
+        self._frozen = [(name, p) for name, p in unit.module.named_parameters() if not p.requires_grad]
         self._seen = [(t.shape, t.dtype, t.device) for t in unit.inputs]
         #: Parameters whose gradient is handed out as it is.
         self._bare = [getattr(p, "skip_backward_post_hook", False) or not options.clone for p in unit.parameters]
@@ -96,7 +97,7 @@ class Graphed:
                 f"{OPERATION}: got arguments of another structure than sample_args: {spec}. Allowed: {unit.spec}. "
                 "To do: pass as many arguments, in the same containers."
             )
-        grad = torch.is_grad_enabled() and "backward" in unit.graphs
+        grad = torch.is_grad_enabled() and unit.options.training
         for i, (t, seen, needs) in enumerate(zip(leaves, self._seen, self._needs, strict=True)):
             if not isinstance(t, torch.Tensor):
                 raise TypeError(
@@ -115,6 +116,14 @@ class Graphed:
                     f"argument {i}, which requires grad",
                     "an argument that does not: its sample did not, and its gradient was not captured",
                     "capture with a sample that requires grad, or detach the argument",
+                )
+        for name, p in self._frozen if grad else ():
+            if p.requires_grad:
+                raise ArgumentError(
+                    OPERATION,
+                    f"parameter {name}, which requires grad",
+                    "a parameter that does not: it did not at the capture, and its gradient was not captured",
+                    "call reset() and make_graphed_callables again, or clear its requires_grad",
                 )
         return leaves
 

@@ -87,7 +87,7 @@ _NEW = _Kept()
 def _counters(part: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     """Of values that are no numbers."""
     counted = part.__dict__.get("_nonfinite")
-    return () if counted is None else (counted.forward, counted.backward)
+    return () if counted is None else (counted.counts, counted.rounds)
 
 
 def main_grad(weight: Any) -> torch.Tensor | None:

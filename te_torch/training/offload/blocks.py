@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_core.errors import ArgumentError
-from te_torch.training.offload.device import THRESHOLD, Side
+from te_torch.training.offload.device import THRESHOLD, Moved, Side
 
 _ALIGNED = 512  # bytes: what the allocator aligns to, so that a copy is read as its source was
 
@@ -84,19 +84,19 @@ def changed(shape: Any) -> str:
     )
 
 
-class Block:
+class Block(Moved):
     """Memory that saved tensors are views of: on the device, copied to the host, on the host alone, or back.
 
     Views hold their block, and it holds them weakly: with the graph all goes.
     """
 
     __slots__ = (
-        "__weakref__", "away", "device", "high", "host", "low", "side", "started", "stays", "storage", "ticket",
-        "users", "version", "views",
+        "away", "device", "high", "host", "low", "started", "stays", "storage", "ticket", "users", "version", "views",
     )  # fmt: skip
 
     def __init__(self, t: torch.Tensor, side: Side) -> None:
-        self.side, self.version = side, t._version
+        super().__init__(side)
+        self.version = t._version
         self.storage = StorageWeakRef(t.untyped_storage())  # while it is held no other storage gets the same address
         self.views: list[weakref.ref[View]] = []
         self.users: set[Any] = set()  # layers whose forward or what follows it may still read it
@@ -164,7 +164,7 @@ class Block:
 
     def arrived(self) -> None:
         """The copy back was waited for: the host's memory may be used again."""
-        self.ticket = None
+        self.ticket = self.moving = None
         if self.device is not None:
             self.host = None
 

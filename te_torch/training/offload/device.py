@@ -47,6 +47,23 @@ class Side(Protocol):
         ...
 
 
+class Moved:
+    """What goes to the host and comes back. It holds the device's memory that a copy on its way reads or writes.
+
+    No pass holds that memory: it goes with the graph, or with the parameter.
+    """
+
+    __slots__ = ("__weakref__", "moving", "side")
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.moving: torch.Tensor | None = None
+
+    def __del__(self) -> None:
+        if self.moving is not None:  # nobody waits any more
+            self.side.forget([self.moving])
+
+
 class CudaSide:
     """A GPU, and the stream on which its copies run."""
 

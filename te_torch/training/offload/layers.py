@@ -13,7 +13,7 @@ from te_torch.offloading import OF_WEIGHT, STAYS
 from te_torch.quantized import QuantizedTorch
 from te_torch.training.offload import device
 from te_torch.training.offload.blocks import Block, HostBuffers, Quantized, Stays
-from te_torch.training.offload.device import THRESHOLD, Pair, Side
+from te_torch.training.offload.device import THRESHOLD, Moved, Pair, Side
 from te_torch.training.offload.weights import Weight, Weights, parameter_of
 
 HERE, STARTED, FINISHED, RELOADING = "not_offloaded", "offload_started", "offload_finished", "reload_started"
@@ -61,7 +61,7 @@ class OffloadableLayerState:
         self._blocks: list[weakref.ref[Block]] = []
         self._weights: dict[int, Weight] = {}
         self._tickets: list[tuple[Side, Any]] = []
-        self._moving: list[tuple[Side, torch.Tensor]] = []  # what copies on their way read or write on the device
+        self._moving: list[weakref.ref[Moved]] = []  # of what copies are on their way
 
     # ------------------------------------------------------------------------------------ what is saved
 
@@ -138,13 +138,13 @@ class OffloadableLayerState:
         self._expect(HERE, "start_offload")
         blocks = [block for ref in self._blocks if (block := ref()) is not None and block.worth_it()]
         self.rules.hosts.give(self.index, blocks)
-        pairs: list[tuple[Side, Pair]] = []
+        pairs: list[tuple[Moved, Pair]] = []
         for block in blocks:
             block.started = True
             assert block.host is not None
-            pairs.append((block.side, (block.host, block.source())))
+            pairs.append((block, (block.host, block.source())))
         leaving = [w for w in self._weights.values() if not w.away and w.leaving is not self._known]
-        pairs += [(w.side, w.leave(self._known)) for w in leaving]
+        pairs += [(w, w.leave(self._known)) for w in leaving]
         self.offloaded_bytes = sum(source.numel() for _, (_, source) in pairs)
         self._copy(pairs, of_device=1)
         self.state = STARTED
@@ -166,9 +166,9 @@ class OffloadableLayerState:
     def start_reload(self) -> None:
         """Begin to copy back what was let go of."""
         self._expect(FINISHED, "start_reload")
-        pairs: list[tuple[Side, Pair]] = []
+        pairs: list[tuple[Moved, Pair]] = []
         back = [block for ref in self._blocks if (block := ref()) is not None and block.away]
-        pairs += [(block.side, block.come_back()) for block in back]
+        pairs += [(block, block.come_back()) for block in back]
         if self.rules.weights is not None:
             pairs += self.rules.weights.returning(list(self._weights.values()))
         tickets = self._copy(pairs, of_device=0)
@@ -191,22 +191,27 @@ class OffloadableLayerState:
         self._weights.clear()
         self.state = HERE
 
-    def _copy(self, pairs: list[tuple[Side, Pair]], of_device: int) -> dict[int, Any]:
+    def _copy(self, pairs: list[tuple[Moved, Pair]], of_device: int) -> dict[int, Any]:
         """Begin the copies, those of a side together; `of_device` says which of a pair is on the device."""
         by_side: dict[int, tuple[Side, list[Pair]]] = {}
-        for side, pair in pairs:
-            by_side.setdefault(id(side), (side, []))[1].append(pair)
+        for moved, pair in pairs:
+            by_side.setdefault(id(moved.side), (moved.side, []))[1].append(pair)
+            moved.moving = pair[of_device]
+            self._moving.append(weakref.ref(moved))
         tickets = {}
         for key, (side, of_side) in by_side.items():
             tickets[key] = side.copy(of_side)
             self._tickets.append((side, tickets[key]))
-            self._moving += [(side, pair[of_device]) for pair in of_side]
         return tickets
 
     def _land(self) -> None:
         """Let the current stream wait for the copies on their way."""
         for side, ticket in self._tickets:
             side.wait(ticket)
+        for moving in self._moving:
+            moved = moving()
+            if moved is not None:
+                moved.moving = None
         self._tickets, self._moving = [], []
         if self.state == RELOADING:
             for ref in self._blocks:
@@ -217,10 +222,6 @@ class OffloadableLayerState:
     def _expect(self, state: str, step: str) -> None:
         if self.state != state:
             raise _wrong_order(step, self, _BEFORE[state], state)
-
-    def __del__(self) -> None:
-        for side, t in self._moving:  # nobody waits any more
-            side.forget([t])
 
 
 _BEFORE: dict[str, str] = {

@@ -20,18 +20,19 @@ from te_core.errors import UnsupportedError
 from te_torch.module_names import warn_outside
 from te_torch.quantized import QuantizedTorch
 from te_torch.training.offload import absent
-from te_torch.training.offload.device import THRESHOLD, Pair, Side
+from te_torch.training.offload.device import THRESHOLD, Moved, Pair, Side
 
 _OPERATION = "get_cpu_offload_context(offload_weights=True)"
 
 
-class Weight:
+class Weight(Moved):
     """The memory of a parameter."""
 
-    __slots__ = ("__weakref__", "away", "flat", "host", "leaving", "nbytes", "side", "tensors", "users")
+    __slots__ = ("away", "flat", "host", "leaving", "nbytes", "tensors", "users")
 
     def __init__(self, storage: torch.UntypedStorage, side: Side) -> None:
-        self.side, self.nbytes = side, storage.nbytes()
+        super().__init__(side)
+        self.nbytes = storage.nbytes()
         # A view of the storage, which it keeps: where its bytes are is asked anew for every copy.
         self.flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.host: torch.Tensor | None = None
@@ -119,14 +120,14 @@ class Weights:
                 register_optimizer_step_pre_hook(lambda *_: self.bring_back()),
             ]
 
-    def returning(self, weights: Sequence[Weight]) -> list[tuple[Side, Pair]]:
+    def returning(self, weights: Sequence[Weight]) -> list[tuple[Weight, Pair]]:
         """The copies that bring back those of them that are away; they count as here from now on."""
         found = []
         for weight in weights:
             if self._away.get(weight.storage._cdata) is weight:
                 _check_no_capture(weight.side)
                 del self._away[weight.storage._cdata]
-                found.append((weight.side, weight.come_back()))
+                found.append((weight, weight.come_back()))
         if not self._away:
             for hook in self._hooks:
                 hook.remove()
@@ -135,8 +136,8 @@ class Weights:
 
     def bring_back(self, weights: Sequence[Weight] | None = None) -> None:
         """Have them, or all, here for what the current stream does from now on."""
-        for side, pair in self.returning(list(self._away.values()) if weights is None else weights):
-            side.wait(side.copy([pair]))
+        for weight, pair in self.returning(list(self._away.values()) if weights is None else weights):
+            weight.side.wait(weight.side.copy([pair]))
 
     def at_end_of_backward(self) -> None:
         """Called within a backward pass: at its end all are back, also those that it did not read."""

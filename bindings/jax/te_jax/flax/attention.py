@@ -53,7 +53,7 @@ class DotProductAttention(nn.Module):
     attention_dropout: float = 0.0
     attn_mask_type: str = "causal"
     attn_bias_type: str | None = None
-    dtype: Any = jnp.float32
+    dtype: Any = None
     dropout_rng_name: str = "dropout"
     float32_logits: bool = False  # they always are
     qkv_layout: str = "bshd_bshd_bshd"
@@ -67,6 +67,7 @@ class DotProductAttention(nn.Module):
     context_checkpoint_name: str = "context"
     softmax_type: str = "vanilla"
     score_mod: Any = None
+    score_mod_bprop: Any = None
 
     def __post_init__(self) -> None:
         base.refuse(
@@ -76,7 +77,7 @@ class DotProductAttention(nn.Module):
                 "context_parallel_axis": ("", _NO_CONTEXT_PARALLEL),
                 "context_parallel_strategy": ("DEFAULT", _NO_CONTEXT_PARALLEL),
                 "context_checkpoint_name": ("context", 'name "te_jax.fused_attn" in the policy of jax.checkpoint'),
-                "score_mod": (None, "pass a bias, or write the attention in jax.numpy"),
+                **base.NO_SCORE_MOD,
             },
         )
         super().__post_init__()
@@ -124,6 +125,9 @@ class DotProductAttention(nn.Module):
         return y.swapaxes(0, 1) if self.transpose_batch_sequence else y
 
     def _check(self, qkv: list[Any]) -> None:
+        if self.dtype is not None and jnp.dtype(self.dtype) != qkv[0].dtype:
+            got, do = f"dtype={jnp.dtype(self.dtype)} with a query of {qkv[0].dtype}", "leave dtype out"
+            raise ArgumentError("DotProductAttention", got, "the dtype of the query", do)
         q_heads, kv_heads = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         for i, array in enumerate(qkv):
             wanted = (q_heads if i == 0 else kv_heads), self.head_dim
@@ -164,7 +168,7 @@ class MultiHeadAttention(nn.Module):
     layernorm_epsilon: float = 1e-6
     return_layernorm_output: bool = False
     zero_centered_gamma: bool = False
-    kernel_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+    kernel_init: Initializer | None = None
     use_bias: bool = False
     bias_init: Initializer = nn.initializers.zeros
     attn_mask_type: str = "causal"
@@ -184,11 +188,13 @@ class MultiHeadAttention(nn.Module):
     float32_logits: bool = False  # they always are
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
+    score_mod: Any = None
+    score_mod_bprop: Any = None
 
     def __post_init__(self) -> None:
         base.one_of(self, "layernorm_type", ("layernorm", "rmsnorm"))
         base.one_of(self, "rotary_pos_emb_group_method", ("consecutive", "alternate"))
-        base.refuse(self, {**base.NO_SCOPE, **base.NO_SEQUENCE_PARALLEL})
+        base.refuse(self, {**base.NO_SCOPE, **base.NO_SEQUENCE_PARALLEL, **base.NO_SCORE_MOD})
         if self.num_attention_heads % (self.num_gqa_groups or 1):
             got = f"num_attention_heads={self.num_attention_heads} with num_gqa_groups={self.num_gqa_groups}"
             raise ArgumentError("MultiHeadAttention", got, "groups that divide the heads", "correct one of both")
@@ -231,7 +237,7 @@ class MultiHeadAttention(nn.Module):
         )(*qkv, mask, bias, deterministic=deterministic)
         y = base.from_heads(y.swapaxes(0, 1) if self.transpose_batch_sequence else y)
         axes = (W_TP_AXES, W_FSDP_AXES), (W_NO_SHARD_AXES,)
-        out = DenseGeneral(features=inputs_q.shape[-1], **self._projection("out", *axes, self.kernel_init))
+        out = DenseGeneral(features=inputs_q.shape[-1], **self._projection("out", *axes, self._init))
         return out(y), normed
 
     def _projection(self, name: str, axes: Axes, bias_axes: Axes, init: Initializer) -> dict[str, Any]:
@@ -241,7 +247,7 @@ class MultiHeadAttention(nn.Module):
     def _projected(self, inputs_q: Any, inputs_kv: Any) -> tuple[Any, Any, Any, Any]:
         """(q, k, v, the norm's output), heads side by side."""
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
-        itself, one = inputs_q is inputs_kv, self.kernel_init
+        itself, one = inputs_q is inputs_kv, self._init
         of_query = self._query_init if self.scaled_query_init else one
         single, joined = (
             ((W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,)),
@@ -273,8 +279,12 @@ class MultiHeadAttention(nn.Module):
         k, v = (DenseGeneral(width, **self._projection(name, *single, one))(of) for name in ("key", "value"))
         return q, k, v, normed
 
+    @property
+    def _init(self) -> Initializer:
+        return self.kernel_init or base.ATTENTION_KERNEL_INIT
+
     def _query_init(self, key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        return self.kernel_init(key, shape, dtype) / jnp.asarray(self.head_dim**0.5, dtype)
+        return self._init(key, shape, dtype) / jnp.asarray(self.head_dim**0.5, dtype)
 
 
 class RelativePositionBiases(nn.Module):

@@ -14,6 +14,7 @@ from flax import serialization
 
 from te_core.calls import precision_of
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.spelling import choice_error
 from te_jax.context import chosen, region
 from te_jax.state import NAMES, Scaling, scaling
 
@@ -28,7 +29,9 @@ W_NO_SHARD_AXES, W_FSDP_AXES, W_TP_AXES, W_JOINED_AXES = "nvte_w_no_shard", "nvt
 
 Initializer = Callable[..., Any]
 Axes = tuple[str | None, ...]
+#: What no initializer stands for: in general, and around attention.
 KERNEL_INIT = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+ATTENTION_KERNEL_INIT = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
 def refuse(module: nn.Module, instead: Mapping[str, tuple[Any, str]]) -> None:
@@ -43,14 +46,18 @@ def refuse(module: nn.Module, instead: Mapping[str, tuple[Any, str]]) -> None:
 NO_ADAPTATION = {"enable_low_rank_adaptation": (False, "add the two small products in a module of your own")}
 NO_SCOPE = {"low_rank_adaptation_scope": ("none", "add the two small products in a module of your own")}
 NO_SEQUENCE_PARALLEL = {"enable_sequence_parallel": (False, "divide the batch by jax.shard_map")}
-NO_CONSTRAINT = (None, "leave it out: divide arrays by jax.shard_map")
+NO_CONSTRAINT = ((), "leave it out: divide arrays by jax.shard_map")
+POLICY = "leave it out: name some of te_jax.checkpoint_names in the policy of jax.checkpoint"
+NO_CHECKPOINT_NAME = {"quantization_checkpoint_name": (None, POLICY)}
+NO_SCORE_MOD = dict.fromkeys(
+    ("score_mod", "score_mod_bprop"), (None, "pass a bias, or write the attention in jax.numpy")
+)
 
 
 def one_of(module: nn.Module, name: str, allowed: Sequence[str]) -> None:
     """That a field has one of these values."""
     if getattr(module, name) not in allowed:
-        got = f"{name}={getattr(module, name)!r}"
-        raise ArgumentError(type(module).__name__, got, ", ".join(map(repr, allowed)), "choose one of these")
+        raise choice_error(type(module).__name__, name, getattr(module, name), allowed)
 
 
 def parameter(module: nn.Module, name: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> Any:
@@ -99,7 +106,7 @@ def quantizing(module: nn.Module, name: str, function: Any) -> dict[str, Any]:
     if precision is None:
         return {}
     found: dict[str, Any] = {}
-    if module.has_rng("sr_rng"):  # for recipes that round gradients by draws
+    if _drawing(module, "sr_rng"):  # for recipes that round gradients by draws
         found["seed"] = module.make_rng("sr_rng")
     if precision.history is not None:
         if not module.is_initializing() and not module.has_variable(OVERWRITTEN, name):
@@ -112,9 +119,14 @@ def quantizing(module: nn.Module, name: str, function: Any) -> dict[str, Any]:
     return found
 
 
+def _drawing(module: nn.Module, name: str) -> bool:
+    """Whether apply has this random stream, or that of parameters, which flax takes in its place."""
+    return module.has_rng(name) or (module.has_rng("params") and not module.is_initializing())
+
+
 def random_key(module: nn.Module, name: str) -> Any:
     """A key of a stream that the caller of apply has to name."""
-    if not module.has_rng(name) and not module.is_initializing():
+    if not _drawing(module, name) and not module.is_initializing():
         do = f"pass rngs={{{name!r}: key}} to apply, another key in each step, or deterministic=True"
         raise ArgumentError(type(module).__name__, f"no random stream {name!r}", "a key of jax.random", do)
     return module.make_rng(name)

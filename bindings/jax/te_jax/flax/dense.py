@@ -53,9 +53,9 @@ class DenseGeneral(nn.Module):
     """x @ `kernel` + `bias` over the dimensions `axis` of x; the kernel is [*in, *features]."""
 
     features: int | Sequence[int]
-    kernel_init: Initializer = base.KERNEL_INIT
+    kernel_init: Initializer | None = None
     kernel_axes: Axes = ()
-    use_bias: bool = False
+    use_bias: bool = True
     bias_init: Initializer = nn.initializers.zeros
     bias_axes: Axes = ()
     enable_low_rank_adaptation: bool = False
@@ -63,11 +63,12 @@ class DenseGeneral(nn.Module):
     low_rank_adaptation_alpha: float | None = None
     axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
-    input_axes: Axes | None = None
+    input_axes: Axes = ()
     transpose_batch_sequence: bool = False  # a product does not look at it
+    quantization_checkpoint_name: str | None = None
 
     def __post_init__(self) -> None:
-        base.refuse(self, {**base.NO_ADAPTATION, "input_axes": base.NO_CONSTRAINT})
+        base.refuse(self, {**base.NO_ADAPTATION, **base.NO_CHECKPOINT_NAME, "input_axes": base.NO_CONSTRAINT})
         super().__post_init__()
 
     @nn.compact
@@ -75,7 +76,9 @@ class DenseGeneral(nn.Module):
         """The product, of the input's dtype."""
         x, inner = _last(self, inputs, self.axis)
         outer = base.counted(self.features)
-        kernel = base.parameter(self, "kernel", self.kernel_init, self.kernel_axes, (*inner, *outer))
+        kernel = base.parameter(
+            self, "kernel", self.kernel_init or base.KERNEL_INIT, self.kernel_axes, (*inner, *outer)
+        )
         bias = base.bias_parameter(self, "bias", self.bias_axes, outer)
         kernel, bias = base.as_read(x, kernel, bias)
         dims = tuple(range(-len(inner), 0)), tuple(range(len(inner)))
@@ -94,26 +97,27 @@ class LayerNormDenseGeneral(nn.Module):
     scale_axes: Axes = ("embed",)
     ln_bias_init: Initializer = nn.initializers.zeros
     ln_bias_axes: Axes = ("embed",)
-    kernel_init: Initializer = base.KERNEL_INIT
+    kernel_init: Initializer | None = None
     kernel_axes: Axes = ()
     use_bias: bool = False
     bias_init: Initializer = nn.initializers.zeros
     bias_axes: Axes = ()
-    return_layernorm_output: bool = True
+    return_layernorm_output: bool = False
     enable_low_rank_adaptation: bool = False
     low_rank_adaptation_dim: int = 32
     low_rank_adaptation_alpha: float | None = None
     axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
-    transpose_batch_sequence: bool = False  # neither of both looks at it
     layernorm_input_axes: Axes | None = None
     dot_input_axes: Axes | None = None
     depth_scaling: float | None = None
+    transpose_batch_sequence: bool = False  # neither of both looks at it
+    quantization_checkpoint_name: str | None = None
 
     def __post_init__(self) -> None:
         base.one_of(self, "layernorm_type", ("layernorm", "rmsnorm"))
         constraints = dict.fromkeys(("layernorm_input_axes", "dot_input_axes"), base.NO_CONSTRAINT)
-        base.refuse(self, {**base.NO_ADAPTATION, **constraints})
+        base.refuse(self, {**base.NO_ADAPTATION, **base.NO_CHECKPOINT_NAME, **constraints})
         super().__post_init__()
 
     @nn.compact
@@ -127,7 +131,9 @@ class LayerNormDenseGeneral(nn.Module):
         if self.enable_layernorm:
             gamma, beta = base.norm_parameters(self, inner[0], self.ln_bias_init, self.ln_bias_axes)
             norm = self.layernorm_type, self.zero_centered_gamma, self.epsilon
-        kernel = base.parameter(self, "kernel", self.kernel_init, self.kernel_axes, (*inner, *outer))
+        kernel = base.parameter(
+            self, "kernel", self.kernel_init or base.KERNEL_INIT, self.kernel_axes, (*inner, *outer)
+        )
         bias = base.bias_parameter(self, "bias", self.bias_axes, outer)
         kernel, bias = base.as_read(x, kernel, bias)
         if self.enable_layernorm and not self.return_layernorm_output:

@@ -6,6 +6,7 @@ TEXT = """
 parent: Module that this one is part of; flax sets it.
 name: Name of the module's parameters in the tree of its parent. None numbers the modules of a class.
 dtype: Type of the parameters. Inputs keep theirs.
+DotProductAttention.dtype: The dtype of the query, or None.
 rules: Pairs (name of an axis, mesh axis), which go before the rules of the modules.
 arguments: Anything; the call is refused.
 options: Anything; the call is refused.
@@ -21,12 +22,12 @@ bias_init: Initializer of biases.
 bias_axes: Names of the dimensions of the bias, for sharding.
 bias_axes_1: Names of the dimensions of the first bias, for sharding.
 bias_axes_2: Names of the dimensions of the second bias, for sharding.
-kernel_init: Initializer of weights. The usual one draws with a variance of 1 / number of inputs.
+kernel_init: Initializer of weights. None draws with a variance of 1 / number of inputs.
 kernel_axes: Names of the dimensions of the weight, for sharding.
 kernel_axes_1: Names of the dimensions of the first weight, for sharding.
 kernel_axes_2: Names of the dimensions of the second weight, for sharding.
-mha_kernel_init: Initializer of the weights around attention.
-mlp_kernel_init: Initializer of the weights of the MLP.
+mha_kernel_init: Initializer of the weights around attention. None is that of `MultiHeadAttention`.
+mlp_kernel_init: Initializer of the weights of the MLP. None is that of `LayerNormMLP`.
 use_bias: Whether products have biases.
 features: Size of the output, or sizes of several dimensions of it.
 axis: Dimension of the input that is summed over, or several.
@@ -69,6 +70,11 @@ context_parallel_strategy: "DEFAULT", the only one allowed: the tokens of a sequ
 context_checkpoint_name: "context", the only one allowed: the output is called "te_jax.fused_attn" in policies of
     jax.checkpoint.
 score_mod: None, the only one allowed.
+score_mod_bprop: None, the only one allowed.
+quantization_checkpoint_name: None, the only one allowed: `te_jax.checkpoint_names` are the names in policies of
+    jax.checkpoint.
+ffn1_ckpt_name: "ffn1", the only one allowed: `te_jax.checkpoint_names` are the names in policies of jax.checkpoint.
+ffn2_ckpt_name: "ffn2", the only one allowed: `te_jax.checkpoint_names` are the names in policies of jax.checkpoint.
 fuse_qkv_params: Whether one weight makes queries, keys and values, where they are made of the same array.
 enable_rotary_pos_emb: Whether queries and keys are turned by their places' angles.
 rotary_pos_emb_windows: Shortest and longest wavelength of these angles, over 2 pi.
@@ -99,7 +105,7 @@ enable_low_rank_adaptation: False, the only one allowed: add the two small produ
 low_rank_adaptation_dim: Without effect.
 low_rank_adaptation_alpha: Without effect.
 enable_sequence_parallel: False, the only one allowed.
-input_axes: None, the only one allowed: arrays are divided by jax.shard_map.
+input_axes: (), the only one allowed: arrays are divided by jax.shard_map.
 layernorm_input_axes: None, the only one allowed: arrays are divided by jax.shard_map.
 dot_input_axes: None, the only one allowed: arrays are divided by jax.shard_map.
 dot_1_input_axes: None, the only one allowed: arrays are divided by jax.shard_map.

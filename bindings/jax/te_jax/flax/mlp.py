@@ -29,14 +29,14 @@ class LayerNormMLP(nn.Module):
     scale_axes: Axes = ("embed",)
     ln_bias_init: Initializer = nn.initializers.zeros
     ln_bias_axes: Axes = ("embed",)
-    kernel_init: Initializer = base.KERNEL_INIT
+    kernel_init: Initializer | None = None
     kernel_axes_1: Axes = ("embed", "act", "mlp")
     kernel_axes_2: Axes = ("mlp", "embed")
     use_bias: bool = False
     bias_init: Initializer = nn.initializers.zeros
     bias_axes_1: Axes = ("act", "mlp")
     bias_axes_2: Axes = ("embed",)
-    return_layernorm_output: bool = True
+    return_layernorm_output: bool = False
     activations: Sequence[Any] = ("gelu",)
     activation_params: Any = None
     intermediate_dropout_rng_name: str = "dropout"
@@ -47,10 +47,13 @@ class LayerNormMLP(nn.Module):
     low_rank_adaptation_alpha: float | None = None
     axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
-    transpose_batch_sequence: bool = False  # no part of it looks at it
     layernorm_input_axes: Axes | None = None
     dot_1_input_axes: Axes | None = None
     dot_2_input_axes: Axes | None = None
+    ffn1_ckpt_name: str = "ffn1"
+    ffn2_ckpt_name: str = "ffn2"
+    transpose_batch_sequence: bool = False  # no part of it looks at it
+    quantization_checkpoint_name: str | None = None
 
     def __post_init__(self) -> None:
         base.one_of(self, "layernorm_type", ("layernorm", "rmsnorm"))
@@ -58,7 +61,8 @@ class LayerNormMLP(nn.Module):
         clamps = {"activation_params": (None, "leave it out: te_jax clamps nothing")}
         axis = {"axis": (-1, "move the dimension to the end")}
         both = dict.fromkeys(constraints, base.NO_CONSTRAINT)
-        base.refuse(self, {**base.NO_ADAPTATION, **clamps, **axis, **both})
+        names = {name: (name.removesuffix("_ckpt_name"), base.POLICY) for name in ("ffn1_ckpt_name", "ffn2_ckpt_name")}
+        base.refuse(self, {**base.NO_ADAPTATION, **base.NO_CHECKPOINT_NAME, **names, **clamps, **axis, **both})
         super().__post_init__()
 
     @nn.compact
@@ -68,9 +72,10 @@ class LayerNormMLP(nn.Module):
         gamma = beta = None
         if self.enable_layernorm:
             gamma, beta = base.norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes)
-        init = base.side_by_side(*[self.kernel_init] * len(acts))
+        one = self.kernel_init or base.KERNEL_INIT
+        init = base.side_by_side(*[one] * len(acts))
         wi = base.parameter(self, "wi_kernel", init, self.kernel_axes_1, (width, len(acts), hidden))
-        wo = base.parameter(self, "wo_kernel", self.kernel_init, self.kernel_axes_2, (hidden, width))
+        wo = base.parameter(self, "wo_kernel", one, self.kernel_axes_2, (hidden, width))
         bi = base.bias_parameter(self, "wi_bias", self.bias_axes_1, (len(acts), hidden))
         bo = base.bias_parameter(self, "wo_bias", self.bias_axes_2, (width,))
         wi, wo, bi, bo = base.as_read(inputs, wi, wo, bi, bo)

@@ -11,7 +11,7 @@ from te_jax.layers import SoftmaxType, softmax
 
 
 class Softmax(nn.Module):
-    """softmax(scale_factor x + bias) of x [batch, heads, queries, keys]. A mask is True where no score counts."""
+    """softmax(scale_factor (x + bias)) of x [batch, heads, queries, keys]. A mask is True where no score counts."""
 
     scale_factor: float = 1.0
     softmax_type: SoftmaxType = SoftmaxType.SCALED
@@ -25,5 +25,5 @@ class Softmax(nn.Module):
         """The softmax over keys, of the scores' dtype."""
         if bias is None:
             return softmax(inputs, mask, self.scale_factor, self.softmax_type)
-        biased = (inputs * self.scale_factor + bias).astype(inputs.dtype)
-        return softmax(biased, mask, 1.0, self.softmax_type)
+        biased = (inputs + bias).astype(inputs.dtype)
+        return softmax(biased, mask, self.scale_factor, self.softmax_type)

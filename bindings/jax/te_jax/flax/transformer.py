@@ -41,11 +41,11 @@ class TransformerLayer(nn.Module):
     hidden_dropout: float = 0.1
     hidden_dropout_dims: Sequence[int] = ()
     attention_dropout: float = 0.1
-    intermediate_dropout: float = 0.1
+    intermediate_dropout: float = 0.0
     intermediate_dropout_dims: Sequence[int] = ()
     dropout_rng_name: str = "dropout"
-    mha_kernel_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-    mlp_kernel_init: Initializer = base.KERNEL_INIT
+    mha_kernel_init: Initializer | None = None
+    mlp_kernel_init: Initializer | None = None
     mlp_activations: Sequence[str] = ("gelu",)
     mlp_activation_params: Any = None
     use_bias: bool = False
@@ -73,12 +73,14 @@ class TransformerLayer(nn.Module):
     scaled_query_init: bool = True
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
+    score_mod: Any = None
+    score_mod_bprop: Any = None
 
     def __post_init__(self) -> None:
         base.one_of(self, "layernorm_type", ("layernorm", "rmsnorm"))
         base.one_of(self, "layer_type", tuple(TransformerLayerType))
         clamps = {"mlp_activation_params": (None, "leave it out: te_jax clamps nothing")}
-        base.refuse(self, {**base.NO_SCOPE, **base.NO_SEQUENCE_PARALLEL, **clamps})
+        base.refuse(self, {**base.NO_SCOPE, **base.NO_SEQUENCE_PARALLEL, **base.NO_SCORE_MOD, **clamps})
         if self.hidden_size % self.num_attention_heads:
             got = f"hidden_size={self.hidden_size} with num_attention_heads={self.num_attention_heads}"
             raise ArgumentError("TransformerLayer", got, "heads that divide it", "correct one of both")
