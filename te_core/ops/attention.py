@@ -18,6 +18,7 @@ from te_core.attention import DIMENSIONS, AttentionSpec, Sizes
 from te_core.dtypes import DType
 from te_core.ops import _check
 from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, sizes_of, stats_memory
+from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -95,6 +96,17 @@ _ONE_BLOCK = 1 << 20
 _ALIGNED = 256
 
 
+@operation(
+    """
+    q: Queries, in the format that `spec` says.
+    k: Keys, in the format that `spec` says.
+    v: Values, in the format that `spec` says.
+    spec: What is computed (`AttentionSpec`).
+    terms: What else takes part: lengths, mask, bias, slopes, sink, random numbers, pages.
+    stats: Whether statistics for backward are wanted, or where they are written.
+""",
+    runs="plan_attention_forward attention_forward",
+)
 def attention_forward(
     rt: Runtime,
     q: Tensor,
@@ -128,6 +140,15 @@ def _plan_forward(rt: Runtime, asked: Asked) -> Any:
     return rt.backend.plan_attention_forward(rt, asked)
 
 
+@operation(
+    """
+    out: Output of the forward.
+    stats: Statistics of the softmax, float32.
+    grads: Where the gradients of q, k and v are written. None allocates them.
+    bias_grad: Whether the gradient of the bias is wanted.
+""",
+    runs="plan_attention_backward attention_backward",
+)
 def attention_backward(
     rt: Runtime,
     dy: Tensor,

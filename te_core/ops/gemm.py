@@ -27,6 +27,7 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.env import autotuning
 from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.ops.swizzle import Scales
 from te_core.quantized import BLOCK, PAD, Format, up
 from te_core.runtime import Runtime
@@ -92,6 +93,24 @@ class GemmPlan(Protocol):
         """Compute it on the runtime's stream."""
 
 
+@operation(
+    """
+    a_scale: Scale by which a's values are multiplied. None where it has none.
+    b_scale: Scale by which b's values are multiplied. None where it has none.
+    epilogue: "gelu" or "dgelu". None does nothing.
+    aux: Values before "gelu", which are written, or which "dgelu" reads. None writes none.
+    a_sum: Vector [M] that is set to the sum of a over K. None computes none.
+    out_sum: Vector [N] that is set to column sums of the result, with "dgelu". None computes none.
+    tf32: Whether float32 operands are multiplied in TF32.
+    a_format: Format of a, where it has a scale for each block. None where it has none.
+    b_format: Format of b, where it has a scale for each block. None where it has none.
+    a_amax: Largest absolute value of a, for nvfp4. None elsewhere.
+    b_amax: Largest absolute value of b, for nvfp4. None elsewhere.
+    turned: "b" or "out", which says how the product relates to another one that has the same bits. None relates to
+        none.
+""",
+    runs="plan_gemm",
+)
 def gemm(
     rt: Runtime,
     a: Tensor,
@@ -205,7 +224,8 @@ def _plan(rt: Runtime, asked: _Asked) -> GemmPlan:
         asked.alignment,
         *asked.formats,
     )
-    return rt.backend.plan_gemm(rt, spec)
+    plan: GemmPlan = rt.backend.plan_gemm(rt, spec)
+    return plan
 
 
 def _stored(scale: Tensor | Scales | None) -> Tensor | None:

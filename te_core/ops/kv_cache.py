@@ -16,12 +16,18 @@ from te_core import dtypes
 from te_core.attention import DIMENSIONS, FORMATS
 from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.ops import _check
+from te_core.ops.declare import exported, operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 DTYPES = (*ACTIVATION_DTYPES, dtypes.float8_e4m3, dtypes.float8_e5m2, dtypes.uint8)
 
 
+@exported("""
+    k: Memory of the keys.
+    v: Memory of the values.
+    pages: Table of pages, int32 [rows, pages]. None for a cache without pages.
+""")
 class KVCache(NamedTuple):
     """The memory of one layer's cache."""
 
@@ -83,6 +89,13 @@ class KVGatherSpec:
     sequences: int
 
 
+@operation("""
+    new_k: New keys.
+    new_v: New values.
+    cache: Memory of the cache (`KVCache`).
+    cu_new: Running sums of the new tokens, int32 [b + 1].
+    cu_cached: Running sums of the tokens in the cache, the new ones included, int32 [b + 1].
+""")
 def kv_append(
     rt: Runtime, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor, *, form: str
 ) -> None:
@@ -107,17 +120,19 @@ def _append_spec(rt: Runtime, asked: tuple[Tensor, Tensor, KVCache, Tensor, Tens
     return KVAppendSpec(_cache_spec(cache, new_k, new_v), form, cu_new.shape[0] - 1, tokens, *steps)
 
 
+@operation("""
+    moves [n, 3] i32: (row to, row from, tokens) of each move.
+    longest: Most tokens of a move.
+    must longest >= 0: the tokens of the longest move
+""")
 def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None:
     """Move sequences between the rows of a cache without pages, one move after the other.
 
     `moves` int32 [n, 3]: (row to, row from, tokens). Row -1 is a spare one that keeps what was moved there last, for
     rows that change places. No move has more than `longest` tokens; one that names a row behind the last is not made.
     """
-    op = "kv_move"
-    _check.sized(op, "moves", moves, (*moves.shape[:1], 3), (dtypes.int32,))
-    _check.on_device(op, rt.device, moves)
     spec = rt.plans.find(rt, _move_spec, (cache, longest))
-    _check.written(op, "the cache", cache.k, cache.v)
+    _check.written("kv_move", "the cache", cache.k, cache.v)
     rt.backend.kv_move(rt, spec, cache, moves)
 
 
@@ -125,11 +140,11 @@ def _move_spec(rt: Runtime, asked: tuple[KVCache, int]) -> KVMoveSpec:
     op, (cache, longest) = "kv_move", asked
     _check_cache(op, cache)
     _check.require(cache.pages is None, op, "a paged cache", "a contiguous one", "permute its page table instead")
-    _check.require(longest >= 0, op, f"longest={longest}", "the tokens of the longest move", "correct longest")
     _check.on_device(op, rt.device, *cache)
     return KVMoveSpec(_cache_spec(cache), min(longest, cache.capacity))
 
 
+@operation()
 def kv_gather(rt: Runtime, cache: KVCache, cu_cached: Tensor) -> tuple[Tensor, Tensor]:
     """k and v of a paged cache as contiguous [sequences, capacity, groups, d], zeros behind each sequence's end."""
     op = "kv_gather"

@@ -27,6 +27,7 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.ops.quantize import check_cast, check_out
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
@@ -90,6 +91,10 @@ class AdamSpec:
         return LIMITS.get(self.m, 0.0), LIMITS.get(self.v, 0.0), LIMITS.get(self.master, 0.0)  # type: ignore[arg-type]
 
 
+@operation("""
+    tensors: The tensors of each parameter.
+    rule: Numbers of the step.
+""")
 def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
     """One step of Adam or AdamW on tensors of one sort each: gradients, parameters, moments and masters in place."""
     op = "adam"
@@ -152,6 +157,7 @@ def fuses(cast: Cast, m: DType, v: DType, master: Tensor | None) -> bool:
     return given and m not in LIMITS and v not in LIMITS and master is not None and master.dtype is dtypes.float32
 
 
+@operation()
 def adam_quantized(rt: Runtime, tensors: Sequence[AdamQuantized], rule: AdamRule) -> None:
     """A step of Adam on masters, and the bytes of their quantized matrices, in one launch for matrices of any sizes.
 
@@ -212,6 +218,7 @@ class SgdRule:
     grad_scale: float = 1.0
 
 
+@operation()
 def sgd(rt: Runtime, tensors: Sequence[SgdTensors], rule: SgdRule) -> None:
     """One step of SGD on tensors of one sort each, in place."""
     if not tensors:
@@ -223,14 +230,18 @@ def sgd(rt: Runtime, tensors: Sequence[SgdTensors], rule: SgdRule) -> None:
     rt.backend.sgd(rt, [t for t in tensors if t.grad.size], rule)
 
 
+@operation("""
+    sources: Tensors to be multiplied.
+    outs: Where the results are written.
+    must len(sources) == len(outs): an out for each source; correct the lists
+    scale: Factor, a number or float32 [1] on the device.
+    flag? [1] i32 written: Becomes 1 where a source is not finite. None looks for nothing.
+""")
 def scale_many(
     rt: Runtime, sources: Sequence[Tensor], outs: Sequence[Tensor], scale: float | Tensor, *, flag: Tensor | None = None
 ) -> None:
     """outs[i] = sources[i] * scale, of one type each; flag (int32 [1]) becomes 1 where a source is not finite."""
     op = "scale_many"
-    if len(sources) != len(outs):
-        got = f"{len(sources)} sources, {len(outs)} outs"
-        raise ArgumentError(op, got, "an out for each source", "correct the lists")
     for pair in zip(sources, outs, strict=True):
         _check_list(op, rt, ("source", "out"), pair, (sources[0], outs[0]))
     for name, of in (("source", sources), ("out", outs)):
@@ -240,13 +251,16 @@ def scale_many(
         _one(op, rt, "scale", scale, (dtypes.float32,))
     elif not isinstance(scale, (int, float)):
         raise ArgumentError(op, f"scale of type {type(scale).__name__}", "a number or a tensor", "correct scale")
-    _one(op, rt, "flag", flag, (dtypes.int32,))
-    _check.written(op, "flag", flag)
     pairs = [pair for pair in zip(sources, outs, strict=True) if pair[0].size]
     if pairs:
         rt.backend.scale_many(rt, pairs, scale, flag)
 
 
+@operation("""
+    lists: Lists of tensors, each of one type.
+    scale? [1] f32: Factor of the tensors. None is 1.
+    each: Whether the norm of each tensor is given, too.
+""")
 def norm_many(
     rt: Runtime, lists: Sequence[Sequence[Tensor]], *, scale: Tensor | None = None, each: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -259,7 +273,6 @@ def norm_many(
         for t in tensors:
             _check_list(op, rt, ("a tensor",), (t,), tensors[:1])
             _check.one_of(op, "dtype of the tensors", t.dtype, ACTIVATION_DTYPES)
-    _one(op, rt, "scale", scale, (dtypes.float32,))
     out = rt.empty((1,), dtypes.float32)
     parts = rt.empty((sum(map(len, lists)) if each else 0,), dtypes.float32)
     rt.backend.norm_many(rt, [tensors for tensors in lists if tensors], scale, out, parts)
