@@ -26,6 +26,9 @@ Tensors with a shape have to be on the runtime's device. `must CONDITION: what i
 arguments and dimensions, and the error shows those that it names. What cannot be said so the function checks itself,
 by te_core/ops/_check.py.
 
+`rules` declares in the same language what a function asks that several operations call, or the making of a plan. A line
+may also be about a field (`terms.bias? [h] f32`); the name of a record that begins with _ is not shown.
+
 From a declaration follow: the function that checks (`te_core.ops.raw`), the one that also explains wrong types
 (`te_core.ops`), the arguments in its docstring, and what backends have to have: the functions that `runs` names, as
 "function" or "file.function"; without `runs` one of its own name.
@@ -82,7 +85,7 @@ cast: How the result is quantized (`Cast`). None quantizes nothing.
 keep: Whether the result in high precision is given beside the quantized one.
 eps: Number that is added to the variance, or to the mean square.
 """)
-_LINE = re.compile(r"(\w+)(\??)(?: (\[(?:[^][]|\[[^]]*\])*\]|=\w+))?(?: in (\w+))?((?: [\w|]+)*)")
+_LINE = re.compile(r"([\w.]+)(\??)(?: (\[(?:[^][]|\[[^]]*\])*\]|=\w+))?(?: in (\w+))?((?: [\w|.]+)*)")
 _LAYOUTS = {
     "dense": "({0}.strides is not None and not {0}.is_contiguous)",
     "rows": "({0}.strides is not None and {0}.shape[-1] > 1 and {0}.strides[-1] != 1)",
@@ -119,13 +122,14 @@ class Operation:
         self.texts = _texts_of.setdefault(body.__module__, dict(COMMON)).copy()
         self.rules: list[Argument | Must] = []
         self.set: dict[int, list[str]] = {}  # the dimensions that a rule gives a value to
-        for head, about in [pair for text in texts for pair in read(cleandoc(text)).items()]:
+        for head, about in [pair for text in texts for pair in read(cleandoc(text).replace(":\n    ", ": ")).items()]:
+            head = head.replace("\0", " ")  # of a condition that goes on in further lines
             if head.startswith("must "):
                 allowed, _, do = about.partition("; ")
                 self.rules.append(Must(head[5:], allowed, do))
                 continue
             argument = _argument(head)
-            if argument.name not in signature(body).parameters:
+            if argument.name.partition(".")[0] not in signature(body).parameters:
                 raise ValueError(f"{self.name} has no argument {argument.name}")
             if about:
                 self.texts[argument.name] = _texts_of[body.__module__][argument.name] = about
@@ -138,7 +142,8 @@ class Operation:
         parameters = list(signature(body).parameters.values())
         keywords = [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
         names = [p.name for p in parameters if p.name not in keywords]
-        lines, given = ["device = rt.device"], {"_META": META, "_body": body, "_refuse": self._refuse}
+        tensors = any(isinstance(rule, Argument) and rule.size for rule in self.rules)
+        lines, given = ["device = rt.device"] * tensors, {"_META": META, "_body": body, "_refuse": self._refuse}
         known = {*(p.name for p in parameters), *body.__globals__}
         for number, rule in enumerate(self.rules):
             lines += self._lines(number, rule, known, given)
@@ -166,7 +171,7 @@ class Operation:
         if rule.among:
             yield f"{margin}if {name} not in {rule.among}: {refuse}"
             return
-        wrong, sizes, like = [], _sizes(rule.size), rule.types if rule.types in signature(self.body).parameters else ""
+        wrong, sizes, like = [], _sizes(rule.size), rule.types if self._is_argument(rule.types) else ""
         new = self.set[number] = [size for size in sizes if size.isidentifier() and size not in known]
         known.update(new)
         if rule.size[0] == "=":
@@ -193,20 +198,18 @@ class Operation:
     def _refuse(self, number: int, values: dict[str, Any]) -> NoReturn:
         """Say of a call's arguments that a rule does not hold."""
         body: Any = self.body
-        rule, space = self.rules[number], {**body.__globals__, **values}
+        rule, space, name = self.rules[number], {**body.__globals__, **values}, values.get("op", self.name)
         if isinstance(rule, Must):
-            tree = ast.walk(ast.parse(rule.condition))
-            named = dict.fromkeys(n.id for n in tree if isinstance(n, ast.Name) and n.id in values)
-            got = ", ".join(f"{n} = {v!r}" if isinstance(v := values[n], Tensor) else f"{n}={v!r}" for n in named)
-            do = rule.do or f"correct {list(named)[0]}"
-            raise ArgumentError(
-                self.name, got, *(eval("f" + repr(said.replace("\n", " ")), space) for said in (rule.allowed, do))
-            )
-        t = values[rule.name]
+            named = dict(_named(ast.parse(rule.condition, mode="eval").body, values))
+            parts = [f"{_shown(n)}{' = ' if isinstance(v, Tensor) else '='}{v!r}" for n, v in named.items()]
+            got, do = ", ".join(parts), rule.do or f"correct {_shown(next(iter(named)))}"
+            parts = [re.sub(r"{(.*?)}", lambda m: str(eval(m[1], space)), part) for part in (rule.allowed, do)]
+            raise ArgumentError(name, got, *(part.replace("\n", " ") for part in parts))
+        t = eval(rule.name, space)
         if rule.among:
-            _check.one_of(self.name, rule.name, t, tuple(space[rule.among]))
+            _check.one_of(name, rule.name, t, tuple(space[rule.among]))
         if not isinstance(t, Tensor):
-            raise wrong_kind(self.name, rule.name, t, Tensor)
+            raise wrong_kind(name, rule.name, t, Tensor)
         hidden = dict.fromkeys(self.set[number], None)
         sizes = [value for size in _sizes(rule.size) for value in _values(size, {**space, **hidden})]
         if rule.size[0] == "=":
@@ -228,17 +231,21 @@ class Operation:
             if rule.name in self.texts:
                 about = self.texts[rule.name].replace("\n", " ")
                 allowed += f" ({about[0].lower()}{about[1:].rstrip('.')})"
-            raise ArgumentError(self.name, f"{rule.name} = {t!r}", allowed, do)
-        _check.on_device(self.name, values["rt"].device, t)
-        _check.written(self.name, rule.name, t)
-        raise AssertionError(f"{self.name}: {rule} holds for {t!r}")
+            raise ArgumentError(name, f"{_shown(rule.name)} = {t!r}", allowed, do.replace(rule.name, _shown(rule.name)))
+        _check.on_device(name, values["rt"].device, t)
+        _check.written(name, rule.name, t)
+        raise AssertionError(f"{name}: {rule} holds for {t!r}")
+
+    def _is_argument(self, types: str) -> bool:
+        """Whether a dtype is said by a tensor that has it."""
+        return types.partition(".")[0] in signature(self.body).parameters
 
     def _types(self, rule: Argument, space: dict[str, Any]) -> tuple[DType, ...]:
         """The dtypes that a line allows; () for any."""
         found: list[DType] = []
         like = rule.size[1:] if rule.size[0] == "=" else rule.types
         for name in filter(None, like.split("|")):
-            types = _TYPES[name] if name in _TYPES else space[name]
+            types = _TYPES[name] if name in _TYPES else eval(name, space)
             found += (types.dtype,) if isinstance(types, Tensor) else (types,) if isinstance(types, DType) else types
         return tuple(found)
 
@@ -254,12 +261,33 @@ class Operation:
             elif rule.size[0] == "=":
                 more = f"As {rule.size[1:]}: {'dense, ' * (rule.layout == 'dense')}of its shape and dtype."
             else:
-                named = rule.types and rule.types in signature(body).parameters
+                named = self._is_argument(rule.types)
                 types = () if named else self._types(rule, body.__globals__)
                 shape = "" if rule.size == "[...]" else rule.size
                 more = _tensor(rule.layout, shape, types, f" of {rule.types}'s dtype" * bool(named)) + "."
             texts[rule.name] = f"{texts[rule.name]} {more[0].upper()}{more[1:]}"
         return texts
+
+
+def _named(node: ast.AST, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of what a condition reads: arguments and dimensions, fields of arguments, whole tensors."""
+    path, *parts = ast.unparse(node).split(".") if isinstance(node, (ast.Name, ast.Attribute)) else [""]
+    if path not in values:
+        for child in ast.iter_child_nodes(node):
+            yield from _named(child, values)
+        return
+    value = values[path]
+    for part in parts:
+        inside = getattr(value, part)
+        if isinstance(value, Tensor) or callable(inside):
+            break
+        path, value = f"{path}.{part}", inside
+    yield path, value
+
+
+def _shown(path: str) -> str:
+    """A path as errors have it."""
+    return path.partition(".")[2] if path[0] == "_" else path
 
 
 def _argument(head: str) -> Argument:
@@ -315,6 +343,15 @@ def operation(*texts: str, runs: str | None = None, public: bool = True) -> Call
         OPERATIONS[one.name] = one
         _export(made)
         return cast(T, one.checked()) if one.rules else body
+
+    return declared
+
+
+def rules(text: str) -> Callable[[T], T]:
+    """Declare what a function asks that several operations call, or the making of a plan; `op` is whose name it has."""
+
+    def declared(body: T) -> T:
+        return cast(T, Operation(body, (text,), (), False).checked())
 
     return declared
 

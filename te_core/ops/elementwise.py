@@ -9,10 +9,6 @@ none.
 
 from __future__ import annotations
 
-from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES
-from te_core.errors import ArgumentError
-from te_core.ops import _check
 from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -44,8 +40,7 @@ def rank_sum(rt: Runtime, parts: Tensor, *, out: Tensor) -> None:
     rt.backend.rank_sum(rt, parts, out)
 
 
-#: Of what drops elements.
-DROPPED = """
+_DROPPED = """
     p: Probability that an element is dropped.
     must 0.0 <= p <= 1.0: a probability
     rng? [2] i64: Seed and offset of the draws. None where nothing is drawn.
@@ -61,7 +56,7 @@ DROPPED = """
     residual? =x: Matrix that the result is added to. None adds nothing.
     out? =x written
 """,
-    DROPPED,
+    _DROPPED,
 )
 def bias_dropout_add(
     rt: Runtime,
@@ -86,7 +81,7 @@ def bias_dropout_add(
     dy [M, N] act
     column_sum? [N] act written
 """,
-    DROPPED,
+    _DROPPED,
 )
 def bias_dropout_add_backward(
     rt: Runtime, dy: Tensor, *, p: float, rng: Tensor | None = None, site: int = 0, column_sum: Tensor | None = None
@@ -98,23 +93,3 @@ def bias_dropout_add_backward(
     dx = rt.empty(dy.shape, dy.dtype)
     rt.backend.bias_dropout_add_backward(rt, dy, dx, p, rng, site, column_sum)
     return dx
-
-
-def check_pair(op: str, a: Tensor, b: Tensor) -> None:
-    """Two dense tensors of one shape, dtype and device."""
-    _check.one_of(op, "dtype", a.dtype, ACTIVATION_DTYPES)
-    if a.shape != b.shape or a.dtype is not b.dtype or not (a.is_contiguous and b.is_contiguous):
-        _check.require(False, op, f"{a!r} and {b!r}", "two dense tensors of one shape and dtype", "make them alike")
-    _check.same_device(op, a, b)
-
-
-def check_dropout(op: str, x: Tensor, p: float, rng: Tensor | None) -> None:
-    """A matrix to drop elements of, with what decides which."""
-    _check.matrix(op, "x", x)
-    _check.one_of(op, "dtype", x.dtype, ACTIVATION_DTYPES)
-    if p != 0.0:
-        if not 0.0 <= p <= 1.0:
-            raise ArgumentError(op, f"p={p}", "0 <= p <= 1", "choose a probability")
-        if rng is None:
-            raise ArgumentError(op, f"p={p} without rng", "rng, an int64 tensor (seed, offset)", "pass rng=")
-    _check.vector(op, "rng", rng, 2, (dtypes.int64,))

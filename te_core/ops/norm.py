@@ -17,8 +17,7 @@ from typing import NamedTuple
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.ops import _check
-from te_core.ops.declare import operation
-from te_core.ops.elementwise import check_dropout, check_pair
+from te_core.ops.declare import operation, rules
 from te_core.ops.quantize import allocate, check_cast, is_apart, key_of, needs_values, quantize
 from te_core.quantized import Cast, CastKey, QuantizedTensor
 from te_core.runtime import Runtime
@@ -202,10 +201,13 @@ def norm_backward(
     return dx, dgamma, dbeta
 
 
+@rules("""
+    branch.residual =x
+    branch.sum =x written
+    branch.bias? [x.shape[1]] x
+    must 0.0 <= branch.p <= 1.0: a probability
+    branch.rng? [2] i64
+    must branch.p == 0.0 or branch.rng is not None: rng, an int64 tensor (seed, offset), where p is not 0; pass rng=
+""")
 def _check_branch(op: str, rt: Runtime, x: Tensor, branch: Branch) -> None:
-    check_dropout(op, x, branch.p, branch.rng)
-    _check.vector(op, "bias", branch.bias, x.shape[1], (x.dtype,))
-    for other in (branch.residual, branch.sum):
-        check_pair(op, x, other)
-    _check.on_device(op, rt.device, branch.residual, branch.sum, branch.bias, branch.rng)
-    _check.written(op, "branch.sum", branch.sum)
+    """What x is added to first has its size."""

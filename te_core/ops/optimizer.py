@@ -27,7 +27,7 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
-from te_core.ops.declare import operation
+from te_core.ops.declare import operation, rules
 from te_core.ops.quantize import check_cast, check_out
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
@@ -35,6 +35,7 @@ from te_core.tensor import Tensor
 
 #: What a moment may be held in.
 MOMENTS = (*ACTIVATION_DTYPES, dtypes.float8_e4m3)
+_MASTERS = (None, dtypes.float32, dtypes.float16, dtypes.int16)
 #: What is stored divided by a scale: the largest stored value.
 LIMITS = {dtypes.float16: 65504 / 2, dtypes.float8_e4m3: 448.0}
 
@@ -116,27 +117,30 @@ def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
     rt.backend.adam(rt, spec, [t for t in tensors if t.grad.size], rule)
 
 
+@rules("""
+    must isinstance(rule.step, Tensor) or rule.step >= 1: steps from 1 on; count the step before it
+    rule.grad_scale? [1] f32
+    rule.skip? [1] f32|i32
+""")
 def _check_rule(op: str, rt: Runtime, rule: AdamRule) -> None:
+    """Numbers that are tensors are read on the device."""
     for name, given, kind in (("lr", rule.lr, "float32"), ("step", rule.step, "int32")):
         if isinstance(given, Tensor):
-            _one(op, rt, name, given, (dtypes.dtype(kind),))
-    if not isinstance(rule.step, Tensor):
-        _check.require(rule.step >= 1, op, f"step={rule.step}", "steps from 1 on", "count the step before it")
-    _one(op, rt, "grad_scale", rule.grad_scale, (dtypes.float32,))
-    _one(op, rt, "skip", rule.skip, (dtypes.float32, dtypes.int32))
+            _check.vector(op, name, given, 1, (dtypes.dtype(kind),))
+            _check.on_device(op, rt.device, given)
 
 
+@rules("""
+    must spec.grad in ACTIVATION_DTYPES: gradients of dtype {ACTIVATION_DTYPES}
+    must spec.param in (*ACTIVATION_DTYPES, None): parameters of dtype {ACTIVATION_DTYPES}
+    must spec.m in MOMENTS and spec.v in MOMENTS: moments of dtype {MOMENTS}; choose an allowed dtype of m and v
+    must spec.master in _MASTERS: masters of dtype {_MASTERS}
+    must spec.master is not dtypes.int16 or spec.param is dtypes.bfloat16: a bfloat16 parameter, the high half, with an
+        int16 master; pass float32 masters
+    must spec.param is not None or spec.master is not None: at least one of param and master; pass what shall be updated
+""")
 def _check_adam(op: str, spec: AdamSpec) -> None:
-    _check.one_of(op, "dtype of grad", spec.grad, ACTIVATION_DTYPES)
-    _check.one_of(op, "dtype of param", spec.param, (*ACTIVATION_DTYPES, None))
-    _check.one_of(op, "dtype of m", spec.m, MOMENTS)
-    _check.one_of(op, "dtype of v", spec.v, MOMENTS)
-    _check.one_of(op, "dtype of master", spec.master, (None, dtypes.float32, dtypes.float16, dtypes.int16))
-    if spec.master is dtypes.int16 and spec.param is not dtypes.bfloat16:
-        allowed, do = "a bfloat16 parameter, the high half", "pass float32 masters"
-        raise ArgumentError(op, f"an int16 master of a parameter in {spec.param}", allowed, do)
-    if spec.param is None and spec.master is None:
-        raise ArgumentError(op, "neither param nor master", "at least one of them", "pass what shall be updated")
+    """The types go together."""
 
 
 class AdamQuantized(NamedTuple):
@@ -248,7 +252,8 @@ def scale_many(
         for t in of[:1]:
             _check.one_of(op, f"dtype of {name}", t.dtype, ACTIVATION_DTYPES)
     if isinstance(scale, Tensor):
-        _one(op, rt, "scale", scale, (dtypes.float32,))
+        _check.vector(op, "scale", scale, 1, (dtypes.float32,))
+        _check.on_device(op, rt.device, scale)
     elif not isinstance(scale, (int, float)):
         raise ArgumentError(op, f"scale of type {type(scale).__name__}", "a number or a tensor", "correct scale")
     pairs = [pair for pair in zip(sources, outs, strict=True) if pair[0].size]
@@ -277,11 +282,6 @@ def norm_many(
     parts = rt.empty((sum(map(len, lists)) if each else 0,), dtypes.float32)
     rt.backend.norm_many(rt, [tensors for tensors in lists if tensors], scale, out, parts)
     return out, parts
-
-
-def _one(op: str, rt: Runtime, name: str, t: Tensor | None, allowed: tuple[DType, ...]) -> None:
-    _check.vector(op, name, t, 1, allowed)
-    _check.on_device(op, rt.device, t)
 
 
 def _check_list(

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.dtypes import DType
 from te_core.errors import UnsupportedError
 from te_core.ops import _check
-from te_core.ops.declare import operation
+from te_core.ops.declare import operation, rules
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -229,30 +229,28 @@ def _spec(
     rt: Runtime, op: str, operands: Operands, tokens: int, rows: int, mode: str, *, fill: bool = False, address: int = 0
 ) -> PermuteSpec:
     """What all moves depend on; x is checked by its caller."""
-    x, row_map, probs, pad_offsets, starts = operands
+    x, row_map, probs, _, starts = operands
     masked = row_map.ndim == 2
     choices = (row_map.shape[1] - 1) // 2 if masked else row_map.shape[0] // max(tokens, 1) if row_map.ndim == 1 else 0
-    shapes = {1: (choices * tokens,), 2: (tokens, 2 * choices + 1)}
-    _check.require(
-        row_map.shape == shapes.get(row_map.ndim) and row_map.is_contiguous and row_map.dtype is dtypes.int32,
-        op,
-        f"row_map = {row_map!r} for {tokens} tokens",
-        "a dense int32 map of these tokens: [tokens, 2 * experts + 1], or [slots * tokens]",
-        "pass the map that the tokens were permuted by",
-    )
-    if probs is not None:
-        _check.require(masked or mode == "weighted", op, "gates with an index map", "a mask's map", "use weights")
-        _check.sized(op, "the probabilities", probs, (tokens, choices), ACTIVATION_DTYPES)
-    if pad_offsets is not None:
-        _check.require(masked, op, "pad_offsets with an index map", "a mask's map", "leave pad_offsets out")
-        _check.vector(op, "pad_offsets", pad_offsets, choices, (dtypes.int64,))
-    if starts is not None:
-        _check.require(masked, op, "starts with an index map", "a mask's map", "leave starts out")
-        _check.vector(op, "starts", starts, choices + 1, (dtypes.int32,))
-    _check.on_device(op, rt.device, row_map, probs, pad_offsets, starts)
-    _check.require(rows < 1 << 31, op, f"{rows} entries", "less than 2^31", "split the tokens")
+    _check_moves(op, rt, operands, tokens, choices, rows, mode)
     sizes, aligned = (tokens, rows, x.shape[1]), (x.ptr | address) & 15
     return PermuteSpec(*sizes, x.dtype, masked, choices, mode, _check.dtype(probs), aligned, fill, starts is not None)
+
+
+@rules("""
+    _o.row_map [...] i32
+    must _o.row_map.shape in ((choices * tokens,), (tokens, 2 * choices + 1)): a map of these tokens, of dimensions
+        [tokens, 2 * experts + 1] or [slots * tokens]; pass the map that the tokens were permuted by
+    must _o.row_map.ndim == 2 or (_o.pad_offsets is None and _o.starts is None): a mask's map with pad_offsets and
+        starts; leave them out
+    must _o.row_map.ndim == 2 or _o.probs is None or mode == "weighted": a mask's map with gates; use weights
+    _o.probs? [tokens, choices] act
+    _o.pad_offsets? [choices] i64
+    _o.starts? [choices + 1] i32
+    must rows < 1 << 31: less than 2^31 rows; split the tokens
+""")
+def _check_moves(op: str, rt: Runtime, _o: Operands, tokens: int, choices: int, rows: int, mode: str) -> None:
+    """What tells the places of rows fits the rows."""
 
 
 def _check_count(op: str, name: str, count: int, limit: int) -> None:

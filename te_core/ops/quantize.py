@@ -16,7 +16,7 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check, quantize_nvfp4
-from te_core.ops.declare import operation
+from te_core.ops.declare import operation, rules
 from te_core.quantized import ONE_BLOCK, PAD, Cast, CastKey, Copy, Format, QuantizedTensor, padded, pieces_of
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
@@ -93,30 +93,22 @@ def _allocate_blocks(rt: Runtime, shape: tuple[int, int], cast: Cast) -> Quantiz
     return QuantizedTensor(cast.format, shape, rowwise, Copy.at(block, 0, column), block)
 
 
-def check_cast(operation: str, device: Device, cast: Cast) -> None:
+@rules("""
+    must cast.key.device in (None, device): tensors of one device, the runtime's; move them to the runtime's device
+    must cast.format.scaling in SCALINGS: formats whose scaling is one of {SCALINGS}; choose an FP8 or FP4 format
+    must cast.format.dtype is dtypes.float4_e2m1 if cast.format.scaling == "nvfp4" else cast.format.dtype.is_fp8:
+        float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4); choose an FP8 or FP4 format
+    must cast.rowwise or cast.columnwise: rowwise, columnwise or both; ask for an orientation
+    must cast.rng is not None or not cast.stochastic: rng, an int64 tensor (seed, offset); pass rng=
+    must cast.format.scaling == "tensor" or (cast.scale is None and cast.amax is None): a given scale and amax with
+        per-tensor formats only; leave scale and amax out
+    must cast.format.scaling == "nvfp4" or not (cast.transform or cast.stochastic or cast.four_over_six): these with
+        nvfp4 only; leave them out
+""")
+def check_cast(op: str, device: Device, cast: Cast) -> None:
     """A cast names a narrow type and at least one orientation; its tensors, which `Cast` has checked, lie here."""
-    form, place = cast.format, cast.key.device
-    if place is not None and place is not device:
-        got, do = f"a cast whose tensors lie on {place} in a call on {device}", "move them to the runtime's device"
-        raise ArgumentError(operation, got, "tensors of one device, the runtime's", do)
-    narrow = form.dtype is dtypes.float4_e2m1 if form.scaling == "nvfp4" else form.dtype.is_fp8
-    if form.scaling not in SCALINGS or not narrow:
-        allowed = "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)"
-        raise ArgumentError(operation, f"cast to {form}", allowed, "choose an FP8 or FP4 format")
-    if not cast.rowwise and not cast.columnwise:
-        allowed = "rowwise, columnwise or both"
-        raise ArgumentError(operation, "a cast to neither orientation", allowed, "ask for an orientation")
-    if cast.stochastic and cast.rng is None:
-        allowed = "rng, an int64 tensor (seed, offset)"
-        raise ArgumentError(operation, "stochastic rounding without rng", allowed, "pass rng=")
-    if form.scaling != "tensor" and (cast.scale is not None or cast.amax is not None):
-        allowed = "a given scale and amax with per-tensor formats only"
-        raise ArgumentError(operation, f"a given scale with {form}", allowed, "leave scale and amax out")
-    if form.scaling != "nvfp4" and (cast.transform or cast.stochastic or cast.four_over_six):
-        got = f"transform, stochastic or four_over_six with {form}"
-        raise ArgumentError(operation, got, "these with nvfp4 only", "leave them out")
-    if form.scaling == "nvfp4":
-        quantize_nvfp4.check(operation, cast)
+    if cast.format.scaling == "nvfp4":
+        quantize_nvfp4.check(op, cast)
 
 
 def check_out(operation: str, device: Device, out: QuantizedTensor, x: Tensor, cast: Cast) -> None:
