@@ -119,7 +119,10 @@ class Operation:
     def __init__(self, body: Any, texts: tuple[str, ...], runs: tuple[str, ...], public: bool) -> None:
         self.name, self.body, self.runs, self.public = body.__name__, body, runs, public
         #: {argument: what it is}. What an earlier operation of the file says of an argument holds on.
-        self.texts = _texts_of.setdefault(body.__module__, dict(COMMON)).copy()
+        self.texts = dict(COMMON)
+        for one in OPERATIONS.values():
+            if one.body.__module__ == body.__module__:
+                self.texts |= one.texts
         self.rules: list[Argument | Must] = []
         self.set: dict[int, list[str]] = {}  # the dimensions that a rule gives a value to
         for head, about in [pair for text in texts for pair in read(cleandoc(text).replace(":\n    ", ": ")).items()]:
@@ -132,7 +135,7 @@ class Operation:
             if argument.name.partition(".")[0] not in signature(body).parameters:
                 raise ValueError(f"{self.name} has no argument {argument.name}")
             if about:
-                self.texts[argument.name] = _texts_of[body.__module__][argument.name] = about
+                self.texts[argument.name] = about
             if argument.size or argument.among:
                 self.rules.append(argument)
 
@@ -325,7 +328,6 @@ def _tensor(layout: str, shape: str, types: tuple[DType, ...], more: str = "") -
     return f"a {'dense ' * (layout == 'dense')}tensor{shape and ' of shape '}{shape}{kinds}{more}{ends}"
 
 
-_texts_of: dict[str, dict[str, str]] = {}
 OPERATIONS: dict[str, Operation] = {}
 #: What is public beside operations: {name: what its arguments are}.
 BESIDE: dict[str, dict[str, str]] = {}

@@ -28,7 +28,6 @@ BOUNDS = {
     "naming._renamed": "our classes",
     "ops.declare.BESIDE": "classes and functions of te_core.ops",
     "ops.declare.OPERATIONS": "operations",
-    "ops.declare._texts_of": "files of te_core.ops",
     "precision._resolved": "living precisions",
     "precision.rule_of": "1024, the least recently used goes",
     "quantized.Format._known": "dtypes, scalings and their options",
