@@ -16,7 +16,7 @@ from te_core import dtypes
 from te_core.attention import FORMATS, SOFTMAX  # noqa: F401  (of declarations)
 from te_core.errors import ArgumentError
 from te_core.ops import _check
-from te_core.ops.attention_terms import stats_shape
+from te_core.ops.attention_terms import stats_shape  # noqa: F401  (of declarations)
 from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -40,12 +40,13 @@ class MergeOperands(NamedTuple):
     form in FORMATS
     softmax in SOFTMAX: "vanilla", "off-by-one" or "learnable".
     a [...] act strided
-    a_stats [...] f32 strided: Statistics of a.
+    must a.ndim == len(form): {len(form)} dimensions ({form})
+    a_stats [*stats_shape(a, form)] f32 strided: Statistics of a.
     b? [...] act strided: Output over other keys. None is none.
-    b_stats? [...] f32 strided: Statistics of b. None where there is no b.
+    b_stats? [*stats_shape(a, form)] f32 strided: Statistics of b. None where there is no b.
     must (b is None) == (b_stats is None): both or none; pass both
     out [...] act strided written: Where the result is written.
-    stats? [...] f32 strided written: Where statistics are written. None writes none.
+    stats? [*stats_shape(a, form)] f32 strided written: Where statistics are written. None writes none.
     sink? [a.shape[-2]] f32: Addend of each head's denominator. None has none.
     must (sink is not None) == (softmax == "learnable"): a sink with 'learnable', none otherwise
 """)
@@ -76,7 +77,6 @@ def attention_merge(
     """
     op = "attention_merge"
     _check_alike(op, (len(form),), a=a, b=b, out=out)
-    _check_stats(op, form, a, a_stats=a_stats, b_stats=b_stats, stats=stats)
     rt.backend.attention_merge(rt, form, softmax, MergeOperands(a, a_stats, b, b_stats, out, stats, sink))
 
 
@@ -98,7 +98,8 @@ def context_sum(rt: Runtime, a: Tensor, b: Tensor | None, *, out: Tensor) -> Non
     form in FORMATS
     out [...] act strided: Output of the forward.
     dy [...] out strided
-    stats [...] f32 strided: Statistics of the softmax.
+    must out.ndim == len(form): {len(form)} dimensions ({form})
+    stats [*stats_shape(out, form)] f32 strided: Statistics of the softmax.
     sink [out.shape[-2]] f32: Addend of each head's denominator.
 """)
 def attention_sink_grad(rt: Runtime, dy: Tensor, out: Tensor, stats: Tensor, sink: Tensor, *, form: str) -> Tensor:
@@ -109,7 +110,6 @@ def attention_sink_grad(rt: Runtime, dy: Tensor, out: Tensor, stats: Tensor, sin
     """
     op = "attention_sink_grad"
     _check_alike(op, (len(form),), dy=dy, out=out)
-    _check_stats(op, form, out, stats=stats)
     dsink = rt.empty(sink.shape, dtypes.float32)
     rt.backend.attention_sink_grad(rt, form, dy, out, stats, sink, dsink)
     return dsink
@@ -128,12 +128,3 @@ def _check_alike(op: str, dimensions: tuple[int, ...], **tensors: Tensor | None)
             allowed = f"{wanted}, float32 or one activation dtype, last strides of 1"
             raise ArgumentError(op, got, allowed, f"correct {name}")
     _check.require(prod(first.shape) < 1 << 40, op, f"{first!r}", "less than 2^40 elements", "split it")
-
-
-def _check_stats(op: str, form: str, like: Tensor, **stats: Tensor | None) -> None:
-    """Statistics of an output like this one."""
-    shape = stats_shape(like, form)
-    for name, t in stats.items():
-        if t is not None and (t.shape != shape or t.dtype is not dtypes.float32):
-            allowed = f"float32 {shape}, as attention_forward gives them"
-            raise ArgumentError(op, f"{name} = {t!r}", allowed, f"correct {name}")
