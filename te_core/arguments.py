@@ -58,6 +58,11 @@ def settle(spec: Any, *names: str) -> None:
             raise _error(type(spec).__name__, _Misfit(name, value, hint))
 
 
+def wrong_kind(operation: str, name: str, value: Any, hint: Any) -> ArgumentError:
+    """The error about an argument that is not of this kind."""
+    return _error(operation, _Misfit(name, value, hint))
+
+
 def _missing(where: str, value: Any) -> list[str]:
     """Where there is None in an argument."""
     if value is None:

@@ -20,7 +20,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -56,8 +56,8 @@ class Allocator(Protocol):
 
 def _load_backend(name: str) -> Backend:
     """The one upward import of this project: a backend found by name at first use."""
-    found: Any = import_module(f"te_core.backends.{name}.backend")
-    return cast("Backend", found)
+    backend: Backend = import_module(f"te_core.backends.{name}").backend
+    return backend
 
 
 class HostAllocator:

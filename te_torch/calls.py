@@ -58,7 +58,7 @@ class Layer:
     saved: Callable[..., Any]
     outputs: int = 1  # at most; backward takes as many gradients
     weight: str = "weight"  # the saved tensor whose rows are the width of the first output
-    weights: tuple[int, ...] = ()  # which inputs are the weights of its GEMMs
+    weights: Any = ()  # which inputs are the weights of its GEMMs; of a graph, a function of its spec
     releases: bool = False  # its backward takes `release`
     recomputes: bool = False  # its backward takes `ready`
     twins: tuple[int, int] | None = None  # two inputs that may have one gradient
@@ -69,9 +69,9 @@ class Layer:
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
     plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
     slots: Slots | None = None  # of what comes and goes quantized
-    #: Of a layer of parts with a state each: through how many parts, the last ones, the gradient of each input goes. No
-    #: input has more than the one before it. Where fewer parts than all are asked for, its backward takes `parts`.
-    reach: tuple[int, ...] = ()
+    #: Of a graph, by its spec: (all nodes that have a backward, for each input those through which its gradient goes).
+    #: Where fewer than all are asked for, its backward takes `nodes`.
+    reach: Callable[[Any], tuple[frozenset[int], Sequence[frozenset[int]]]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained
@@ -100,6 +100,7 @@ class Call:
     spec: Any
     needs_grad: bool
     options: dict[str, Any]  # further keyword arguments of the layer's functions
+    weights: tuple[int, ...] = field(init=False, repr=False)  # `Layer.weights` of this spec
     forward: Replayed = field(init=False, repr=False)  # the layer's functions with this spec, as they are called
     backward: Replayed = field(init=False, repr=False)
     #: Of its operators (te_torch/operators.py), known since their shapes were worked out. Per key, plan of copies and
@@ -109,6 +110,8 @@ class Call:
     gives: tuple[bool, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
+        weights = self.layer.weights
+        self.weights = weights(self.spec) if callable(weights) else weights
         self.forward, self.backward = (
             Replayed(Taped(f"{self.layer.name} {name}", getattr(self.layer, name), self.spec))
             for name in ("forward", "backward")

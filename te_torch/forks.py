@@ -15,7 +15,8 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tokens import enrolled, of_token
-from te_torch.doors import door
+from te_torch.doors import door, either
+from te_torch.noting import noting
 from te_torch.runtime import drawn
 
 
@@ -61,7 +62,13 @@ def not_a_tracker(operation: str, given: Any) -> ArgumentError:
 
 def new_pair(device: torch.device) -> torch.Tensor:
     """(seed, offset), from torch's generator of the device."""
-    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
+    pair = torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
+    either(noting.drawn, _nothing)(pair, None)
+    return pair
+
+
+def _nothing(*_: Any) -> None:
+    """In traced code nobody notes."""
 
 
 def uniform(subject: tuple[Sequence[int], torch.device]) -> torch.Tensor:
@@ -80,6 +87,7 @@ def drawn_in(fork: Callable[[], AbstractContextManager[Any]], draw: Callable[[An
 def pair_in(fork: Fork, device: torch.device) -> torch.Tensor:
     """`new_pair` inside a tracker's fork. (By an operator, as traced code has it, eager code would take 7 us more.)"""
     found: torch.Tensor = drawn_in(fork, new_pair, device)
+    noting.drawn(found, fork)
     return found
 
 

@@ -5,9 +5,8 @@ Eager calls the layer's forward and backward directly. A compiler sees two opaqu
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -28,6 +27,7 @@ from te_torch.calls import register as register
 from te_torch.carried import apart
 from te_torch.compiled_runs import Traced as Traced
 from te_torch.export.mode import exporting, expressed
+from te_torch.noting import Noted, noting
 from te_torch.operators import apply_traced
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import (
@@ -111,35 +111,9 @@ def apply(
         if forward_ad._current_level >= 0:
             _check_tangents(inputs)
         outputs = _run(run, inputs)[0]
-    if noting.calls is not None:
-        noting.calls.append(Noted(call, inputs, outputs, state=state, plain=extra is None and not recompute))
+    if noting.notes is not None:
+        noting.notes.calls.append(Noted(call, inputs, outputs, state=state, extra=extra, again=recompute))
     return outputs
-
-
-class Noted(NamedTuple):
-    """A call that ran while somebody noted calls: a layer that looks whether its parts can run as one."""
-
-    call: Call
-    inputs: Sequence[torch.Tensor | None]
-    outputs: Sequence[torch.Tensor]
-    unit: Any = None  # the module that made it
-    sources: Sequence[Any] = ()  # where the module's inputs of the layer came from (te_torch/base/plans.py)
-    state: Any = None
-    plain: bool = True  # it depends on nothing else
-
-
-class _Noting(threading.local):
-    """Where the calling thread's calls are noted; nearly always nowhere."""
-
-    calls: list[Noted] | None = None
-
-    def by(self, unit: Any, sources: Sequence[Any]) -> None:
-        """Say which module made the last call, and where its inputs came from."""
-        if self.calls:
-            self.calls[-1] = self.calls[-1]._replace(unit=unit, sources=sources)
-
-
-noting = _Noting()
 
 
 class Run:
@@ -222,7 +196,14 @@ def _run(
     slots = call.layer.slots
     if state is not None and slots is not None:
         handovers.note(scaling.FORWARD, state, inputs[: slots.inputs], slots.input, made[0], slots.output)
-    return made, [None if t is None else t.owner for t in saved]
+    return made, [None if t is None else _in_shape(t, inputs) for t in saved]
+
+
+def _in_shape(t: Any, inputs: Sequence[Any]) -> torch.Tensor:
+    """What is saved, as a tensor. What the layer made has the shape that the layer gave it."""
+    owner: torch.Tensor = t.owner
+    plain = type(t) is Tensor and owner.shape != t.shape and not any(owner is given for given in inputs)
+    return owner.view(t.shape) if plain else owner
 
 
 def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: bool = False) -> list[Any]:
@@ -324,13 +305,13 @@ class _Eager(torch.autograd.Function):
         layer = run.call.layer
         ctx.materialize_grads = False  # as `set_materialize_grads`, a call less
         if offloading.active.noting:
-            offloading.note_copies_of_weights([inputs[i] for i in layer.weights])
+            offloading.note_copies_of_weights([inputs[i] for i in run.call.weights])
             copies = layer.copies(layer.saved(*saved))
             offloading.note_copies_of_weights([t for t in copies if t is not None])
         ctx.to_save = (*saved,)  # as `save_for_backward`, a call less
         ctx.run, ctx.inputs = run, len(inputs)
         if run.extra is not None:
-            ctx.weights = run.extra.parameters or [inputs[i] for i in layer.weights]
+            ctx.weights = run.extra.parameters or [inputs[i] for i in run.call.weights]
         ctx.within = updates.this_pass() if run.recompute and run.state is not None else -1
         if layer.differentiable is not None:
             ctx.mark_non_differentiable(*made[layer.differentiable :])
@@ -347,15 +328,15 @@ class _Eager(torch.autograd.Function):
         given = complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
         scales, options, running = None, call.options, state
-        if call.layer.reach and (parts := _reached(ctx, call.layer.reach)) < call.layer.reach[0]:
-            options = {**options, "parts": parts}
-            running = state and scaling.States(state.each[len(state.each) - parts :])
+        if call.layer.reach is not None and (nodes := _reached(ctx, *call.layer.reach(call.spec))) is not None:
+            options = {**options, "nodes": nodes}
+            running = state and scaling.States([state.each[i] for i in nodes])
         if state is not None:
             scales = state.backward_scales()
             updates.ran_backward(running, ctx.within)
         release = call.layer.releases and _frees_saved and not _keep_graph()
         if extra is not None:
-            options = _options_with(extra, call, ctx.weights)
+            options = {**options, **_options_with(extra, call, ctx.weights)}
         found = call.backward.find(rt, (*given, *kept), scales, options, release)
         if found is not None:
             if release:
@@ -380,13 +361,17 @@ class _Eager(torch.autograd.Function):
         return _as_returned(ctx, gradients, options)
 
 
-def _reached(ctx: Any, reach: Sequence[int]) -> int:
-    """How many parts of the layer this backward is asked for: autograd.grad and backward(inputs=...) name tensors."""
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
-    for parts, needs in zip(reach, ctx.needs_input_grad[1:], strict=True):
-        if needs and _runs(next(nodes)):
-            return parts
-    return 0
+def _reached(ctx: Any, all_nodes: frozenset[int], of_inputs: Sequence[frozenset[int]]) -> tuple[int, ...] | None:
+    """Which nodes of a graph this backward is asked for: autograd.grad and backward(inputs=...) name tensors. None is
+    all."""
+    found: frozenset[int] = frozenset()
+    functions = iter([node for node, _ in ctx.next_functions if node is not None])
+    for nodes, needs in zip(of_inputs, ctx.needs_input_grad[1:], strict=True):
+        if needs and _runs(next(functions)):
+            found |= nodes
+            if found == all_nodes:
+                return None
+    return tuple(sorted(found))
 
 
 def _runs(node: Any) -> bool:
@@ -409,7 +394,7 @@ def _as_returned(ctx: Any, found: Sequence[torch.Tensor | None], options: Mappin
     """Gradients as backward returns them: for forward's own arguments first; those at the end were left out perhaps."""
     if ctx.run.extra is not None:
         found = [*found]
-        for position, weight, sink in zip(ctx.run.call.layer.weights, ctx.weights, options["sinks"], strict=True):
+        for position, weight, sink in zip(ctx.run.call.weights, ctx.weights, options["sinks"], strict=True):
             if sink is not None and sink.main is not None:
                 found[position] = stand_in_gradient(weight)
     missing = ctx.inputs - len(found)

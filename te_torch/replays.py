@@ -135,12 +135,13 @@ class Replay:
         taped.COUNTS.replayed += 1
         made = self._made
         if made is None:
-            made = self._made = [_Made(leaves, self.tape) for leaves in self.tape.result.plain]
+            outputs, saved = self.tape.result.plain
+            made = self._made = _Made(outputs, self.tape), _Made(saved, self.tape, of_caller=False)
         outputs, saved = made
         for _, slot, shape in outputs.others:
             held[slot].resize_(shape)
         held.append(None)
-        return tuple(outputs.choose(held)), saved.choose(held)
+        return tuple(outputs.choose(held)), saved.shaped(held) if saved.others else saved.choose(held)
 
     def backward(self, rt: Runtime, at: list[Any], held: list[Any], wholes: list[Any]) -> Sequence[torch.Tensor | None]:
         """The gradients. One for two inputs is one tensor twice."""
@@ -150,12 +151,7 @@ class Replay:
         if made is None:
             made = self._made = _Made(self.tape.result.plain, self.tape)
         held.append(None)
-        found: Sequence[torch.Tensor | None] = made.choose(held)
-        if made.others:
-            found = [*found]
-            for i, slot, shape in made.others:
-                found[i] = held[slot].view(shape)
-        return found
+        return made.shaped(held) if made.others else made.choose(held)
 
 
 class Replayed:
@@ -230,8 +226,18 @@ class _Made:
 
     __slots__ = ("choose", "others")
 
-    def __init__(self, leaves: Sequence[Any], tape: Tape) -> None:
+    def __init__(self, leaves: Sequence[Any], tape: Tape, of_caller: bool = True) -> None:
+        first = 0 if of_caller else tape.inputs  # what is the caller's own may have to stay as it is
         self.choose = chosen([leaf[0] if leaf else -1 for leaf in leaves])  # the last one held is None
         self.others = [
-            (i, *leaf) for i, leaf in enumerate(leaves) if leaf and tuple(leaf[1]) != tuple(tape.slots[leaf[0]].shape)
+            (i, *leaf)
+            for i, leaf in enumerate(leaves)
+            if leaf and leaf[0] >= first and tuple(leaf[1]) != tuple(tape.slots[leaf[0]].shape)
         ]
+
+    def shaped(self, held: list[Any]) -> Sequence[torch.Tensor | None]:
+        """The memory in its shapes."""
+        found: list[torch.Tensor | None] = [*self.choose(held)]
+        for i, slot, shape in self.others:
+            found[i] = held[slot].view(shape)
+        return found

@@ -1,12 +1,20 @@
 """`make check`: the shape of the house, drawn from the sources' syntax trees. Here stand the floors of
 docs/architecture.md, who imports whom, how many lines each package has, and which modules import one another.
 
-Fails on such a circle that CIRCLES does not list. tests/core/test_import_floors.py checks that imports go downward.
+    python tools/house.py                          all of it
+    python tools/house.py spread                   in how many files each operation and each option of layers is named
+    python tools/house.py renew                    write the lines of packages into tools/budget.toml
+    python tools/house.py renew --because REASON   the same where a package has grown: the reason stands on its line
+
+Fails on a circle that CIRCLES does not list, and on a package with more lines than tools/budget.toml allows.
+tests/core/test_import_floors.py checks that imports go downward.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -21,7 +29,7 @@ GROUND = (
 )
 TORCH_GROUND = (
     "deprecation doors draws exchange export forks runtime quantized precisions program_names program_specs "
-    "module_names likeness module_paths listing offloading recipe utils not_built shape_runs surroundings values"
+    "module_names likeness module_paths listing noting offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (
     "calls replays carried handovers weight_copies operators compiled_runs reruns amax_disagreement amax_reduction "
@@ -235,12 +243,106 @@ def judged(found: set[tuple[str, ...]], listed: set[tuple[str, ...]]) -> tuple[l
     return text or ["no circles"], found == listed
 
 
-def main() -> int:
-    """Show the house; 0 if its circles are the listed ones."""
+BUDGET = ROOT / "tools" / "budget.toml"
+SLACK = 200  # lines that a package may have fewer than its budget, before that has to be renewed
+_HEAD = """# The lines that a package may have. `python tools/house.py renew` lowers them; see there how one is raised.
+"""
+
+
+def budget() -> dict[str, tuple[int, str]]:
+    """{package: (lines that it may have, why it grew)}."""
+    found = re.findall(r"^(\w+) = (\d+)(?:  # (.*))?$", BUDGET.read_text(), re.M) if BUDGET.is_file() else []
+    return {name: (int(count), reason) for name, count, reason in found}
+
+
+def counted() -> dict[str, int]:
+    """{package: its lines}."""
+    found: dict[str, int] = {}
+    for module, path in sources().items():
+        top = module.partition(".")[0]
+        found[top] = found.get(top, 0) + lines(path)
+    return found
+
+
+def spent(counts: dict[str, int], allowed: dict[str, tuple[int, str]]) -> tuple[list[str], bool]:
+    """What each package has and may have, and whether all keep to it."""
+    text, good = [], True
+    for name, count in counts.items():
+        most = allowed.get(name, (0, ""))[0]
+        text.append(f"{name}: {count} lines of {most}")
+        if not most - SLACK <= count <= most:
+            good = False
+            do = "--because REASON" if count > most else "to keep what was won"
+            text[-1] += f". To do: {'make it smaller, or ' * (count > most)}python tools/house.py renew {do}"
+    return text, good
+
+
+def renewed(counts: dict[str, int], allowed: dict[str, tuple[int, str]], because: str) -> str:
+    """The text of the budget that is as large as the packages are."""
+    rows = []
+    for name, count in counts.items():
+        most, reason = allowed.get(name, (count, ""))
+        if count > most and not because:
+            raise SystemExit(f"{name} has {count - most} lines more than its budget: say why by --because REASON")
+        reason = because if count > most else reason
+        rows.append(f"{name} = {count}{f'  # {reason}' * bool(reason)}\n")
+    return _HEAD + "".join(rows)
+
+
+def operations() -> list[str]:
+    """The functions that `operation` of te_core/ops/declare.py declares."""
+    trees = [ast.parse(path.read_text()) for module, path in sources().items() if within(module, "te_core.ops")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [f.name for f in functions if any(ast.unparse(d).startswith("operation(") for d in f.decorator_list)]
+
+
+def options() -> list[str]:
+    """The keys of dictionaries under te_core/layers whose values are an `Option`."""
+    trees = [ast.parse(path.read_text()) for module, path in sources().items() if within(module, "te_core.layers")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    made = {"Option"}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("Option(", "(Option(")):
+            made |= {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
+    pairs = [pair for node in nodes if isinstance(node, ast.Dict) for pair in zip(node.keys, node.values, strict=True)]
+    named = [(key.value, ast.unparse(value).split("(")[0]) for key, value in pairs if isinstance(key, ast.Constant)]
+    return sorted({str(name) for name, value in named if value in made})
+
+
+def spread() -> list[str]:
+    """In how many files an operation is named beside its callers, and an option at all, the most first."""
+    kernels = {path.stem: path.read_text() for path in (ROOT / "te_core" / "kernels").glob("*.cu")}
+    texts = {module: path.read_text() for module, path in (sources() | programs()).items()}
+    product = {module: text for module, text in texts.items() if module.startswith(("te_core", "te_torch"))}
+    words = {name: set(re.findall(r"\w+", text)) for name, text in (product | kernels).items()}
+    rooms = ("te_core.ops", "te_core.backends", "te_core.backend", "te_core.described")
+    floors = {name for name in words if name in kernels or any(within(name, room) for room in rooms)}
+    tests = {name for name in texts if within(name, "tests.core")}
+    text = ["operation: files of te_core without callers, files of tests/core"]
+    counts = [(sum(n in words[m] for m in floors), sum(f".{n}(" in texts[m] for m in tests), n) for n in operations()]
+    text += [f"{name:<30}{files:>4}{more:>4}" for files, more, name in sorted(counts, reverse=True)]
+    text.append("option of layers: files of te_core and te_torch")
+    found = [(sum(name in words[module] for module in product), name) for name in options()]
+    return text + [f"{name:<30}{files:>4}" for files, name in sorted(found, reverse=True)]
+
+
+def main(*arguments: str) -> int:
+    """Show the house; 0 if its circles are the listed ones and no package is too large."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("all", "spread", "renew"), default="all")
+    parser.add_argument("--because", default="", help="why a package has grown")
+    given = parser.parse_args(arguments)
+    if given.what == "spread":
+        print(*spread(), sep="\n")
+        return 0
+    if given.what == "renew":
+        BUDGET.write_text(renewed(counted(), budget(), given.because))
+        return 0
     text, good = judged(circles(), CIRCLES)
-    print(*table(), *text, sep="\n")
-    return not good
+    more, kept = spent(counted(), budget())
+    print(*table(), *text, *more, sep="\n")
+    return not (good and kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -97,10 +97,8 @@ def forward(
         raise without_state("the forward of attention in FP8")
     check(spec)
     layer, rule = spec.attention, spec.precision
-    if frame_q is None:
-        frame_q = rt.empty((*a.shape[:-1], 0), dtypes.uint8)
-    if frame_kv is None:
-        frame_kv = frame_q if b is None else rt.empty((*b.shape[:-1], 0), dtypes.uint8)
+    frame_q = _frame(rt, a, frame_q)
+    frame_kv = frame_q if b is None else _frame(rt, b, frame_kv)
     inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
     ranks = () if layer.context is None else met(rt, (a, b, c), spec, comm)
     operands = quantized_inputs(rt, apart(rt, (a, b, c), frame_q, spec), spec, scales, inspectors[0], ranks)
@@ -122,6 +120,17 @@ def forward(
         y = ops.dequantize(rt, out, spec.dtype).reshape(*frame_q.shape[:-1], out.shape[1])
     a, b, c = three([x if x is came else x.block for x, came in zip(operands, (a, b, c), strict=False)])
     return (y,), saved._replace(a=a, b=b, c=c, out=None if layer.recompute else keep(out, True), stats=stats)
+
+
+def _frame(rt: Runtime, t: Value, like: Tensor | None) -> Tensor:
+    """An empty tensor that tells the leading dimensions of t: those of `like`, from which t was made perhaps. Over
+    ranks t may have more rows, or fewer."""
+    if like is not None and not like.size:
+        return like
+    if isinstance(t, Tensor) or like is None:
+        return rt.empty((*t.shape[:-1], 0), dtypes.uint8)
+    first, *rest = like.shape[:-1]
+    return rt.empty((first * t.shape[0] // max(prod(like.shape[:-1]), 1), *rest, 0), dtypes.uint8)
 
 
 @explained

@@ -6,13 +6,16 @@ offered by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from te_core.attention import FORMATS, MASK_ALIASES, MASKS, SOFTMAX, AttentionSpec, canonical_mask, with_mask
+from te_core.errors import UnsupportedError
 from te_core.layers import (
     activation,
     attention,
+    graph,
     grouped_linear,
     l2_norm,
     linear,
@@ -22,13 +25,13 @@ from te_core.layers import (
     permute,
     rope,
     softmax,
-    whole,
-    whole_table,
 )
 from te_core.layers import residual as added
+from te_core.layers.blocks import AttentionBlock, TransformerBlock
 from te_core.layers.entries import Argument, Asked, Layer, Option
+from te_core.layers.graph import Graph
 from te_core.layers.linear import LinearSpec
-from te_core.layers.residual import AddSpec, BranchNeeds
+from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_core.ops.activation import KINDS, Clamp
 from te_core.ops.softmax import band_of
 
@@ -314,18 +317,142 @@ _ENTRIES = (
         _permute_spec, about="each token's rows added up",
     ),
 )  # fmt: skip
+# ------------------------------------------------------------------------------------------------ blocks, as graphs
+
+#: A parameter is called by the last two parts of its name in te_torch's module, with an underscore between.
+_ANGLES = Argument("rotary_pos_emb", "rotary_pos_emb", "* A", "float32", optional=True, gradient=False)
+_LENGTHS_OF_BOTH = Argument("cu_seqlens_q", "cu_seqlens_q", "C", "int32", optional=True, gradient=False)
+_HEADS = Option(None, int, least=1, none=True)
+#: Head counts are words of the caller's; how wide a head is follows from the projection's rows.
+_BLOCK_OPTIONS = {
+    "num_attention_heads": _HEADS,
+    "num_gqa_groups": _HEADS,
+    "qkv_format": Option("sbhd", str, ("sbhd", "bshd")),
+    "attn_mask_type": Option("causal", str, (*[m for m in MASKS if m != "arbitrary"], *MASK_ALIASES)),
+    "window_size": _WINDOW,
+    "qkv_weight_interleaved": Option(True, bool),
+    "rotary_pos_interleaved": _FLAG,
+    "attention_dropout": _PART,
+    "kv_channels": _IMPLIED,
+    "turned_by_angles": Option(False, bool, implied=True),
+}
+
+
+def _parameter(name: str, shape: str, dtypes: str = "weight") -> Argument:
+    return Argument(name, name, shape, dtypes, optional=name.endswith("_bias"))
+
+
+def _pairs(*names: str) -> tuple[Argument, ...]:
+    return tuple(_DRAWS._replace(core=f"{name}_rng") for name in names)
+
+
+_MULTIHEAD = (
+    Argument("x", "x", "S B H"),
+    _parameter("qkv_weight", "R H"),
+    _parameter("qkv_bias", "R"),
+    _parameter("proj_weight", "N P"),
+    _parameter("proj_bias", "N"),
+    _ANGLES,
+    _LENGTHS_OF_BOTH,
+    *_pairs("attention", "qkv", "proj"),
+)
+#: The biases behind proj and fc2 are added with the residual.
+_TRANSFORMER = (
+    Argument("x", "x", "S B H"),
+    _parameter("layernorm_qkv_layer_norm_weight", "H", "any"),
+    _parameter("layernorm_qkv_layer_norm_bias", "H", "any"),
+    _parameter("layernorm_qkv_weight", "R H"),
+    _parameter("layernorm_qkv_bias", "R"),
+    _parameter("proj_weight", "H P"),
+    _parameter("proj_bias", "H", "x"),
+    _parameter("layernorm_mlp_layer_norm_weight", "H", "any"),
+    _parameter("layernorm_mlp_layer_norm_bias", "H", "any"),
+    _parameter("layernorm_mlp_fc1_weight", "F' H"),
+    _parameter("layernorm_mlp_fc1_bias", "F'"),
+    _parameter("layernorm_mlp_fc2_weight", "H F"),
+    _parameter("layernorm_mlp_fc2_bias", "H", "x"),
+    _ANGLES,
+    _LENGTHS_OF_BOTH,
+    *_pairs("attention", "layernorm_qkv", "proj", "attended", "closing", "layernorm_mlp"),
+)
+
+
+#: One tensor stands for what is offered once; what is not offered is not there.
+_OFFERED = {"q_angles": "rotary_pos_emb", "k_angles": "rotary_pos_emb", "cu_seqlens_kv": "cu_seqlens_q"}
+_OFFERED |= {"cu_seqlens_q_padded": "", "cu_seqlens_kv_padded": ""}
+
+
+def _graph(block: AttentionBlock | TransformerBlock, arguments: tuple[Argument, ...]) -> Graph:
+    """The block of these arguments."""
+    made = block.graph()
+    nodes = [node._replace(inputs=tuple(_OFFERED.get(name, name) for name in node.inputs)) for node in made.nodes]
+    return Graph(tuple(nodes), tuple(argument.core for argument in arguments), made.outputs)
+
+
+def _multihead_spec(asked: Asked) -> Graph:
+    before = "x", "qkv_weight", "qkv_bias"
+    projections = asked.linear("qkv_weight", "qkv_bias", "x"), asked.linear("proj_weight", "proj_bias", *before)
+    return _graph(_attention_block("multihead_attention", asked, projections, before), _MULTIHEAD)
+
+
+def _transformer_spec(asked: Asked) -> Graph:
+    o = asked.options
+    normed = "x", "layernorm_qkv_layer_norm_weight", "layernorm_qkv_layer_norm_bias"
+    project = asked.linear("layernorm_qkv_weight", "layernorm_qkv_bias", *normed)
+    qkv = norm_linear.NormLinearSpec(asked.norm(), project, stream=Stream())
+    attended = *normed, "layernorm_qkv_weight", "layernorm_qkv_bias"
+    proj = asked.linear("proj_weight", "", *attended)
+    out = *attended, "proj_weight"
+    added = *out, "proj_bias", "layernorm_mlp_layer_norm_weight", "layernorm_mlp_layer_norm_bias"
+    fc1 = asked.linear("layernorm_mlp_fc1_weight", "layernorm_mlp_fc1_bias", *added)
+    inner = *added, "layernorm_mlp_fc1_weight", "layernorm_mlp_fc1_bias"
+    fc2 = asked.linear("layernorm_mlp_fc2_weight", "", *inner)
+    p = float(o["hidden_dropout"])
+    needs = BranchNeeds(asked.any(*out), "proj_bias" in asked.needs, asked.any(*normed))
+    stream = Stream(AddSpec(p, needs))
+    inside = mlp.MLPSpec(fc1, fc2, asked.norm(), o["activation"], clamp=_clamp(asked), stream=stream)
+    before = asked.any(*inner, "layernorm_mlp_fc2_weight")
+    closing = AddSpec(p, BranchNeeds(before, "layernorm_mlp_fc2_bias" in asked.needs, before))
+    block = replace(_attention_block("transformer_layer", asked, (qkv, proj), attended), return_bias=True)
+    return _graph(TransformerBlock(block, inside, closing), _TRANSFORMER)
+
+
+def _attention_block(op: str, asked: Asked, projections: Any, before: tuple[str, ...]) -> AttentionBlock:
+    """An attention between these projections."""
+    o = asked.options
+    if asked.precision is not None and asked.precision.attention is not None:
+        got, do = "a recipe with fp8_dpa or fp8_mha", "leave both out, or give a module of te_torch this recipe"
+        raise UnsupportedError(op, got, "recipes whose attention runs in the activations' dtype", do)
+    d, form = o["kv_channels"], o["qkv_format"]
+    heads, groups = o["num_attention_heads"] or 1, o["num_gqa_groups"] or o["num_attention_heads"] or 1
+    core = AttentionSpec(d**-0.5, form, form, dropout=float(o["attention_dropout"]))
+    core = with_mask(core, canonical_mask(op, o["attn_mask_type"]), o["window_size"] or (-1, -1), None)
+    turned, interleaved = o["turned_by_angles"], o["qkv_weight_interleaved"]
+    needs = attention.AttentionNeeds(*[asked.any(*before)] * 3)
+    packing, qkv, proj = "separate" if turned else "qkv", *projections
+    layer = attention.AttentionLayerSpec(core, heads, groups, d, d, needs, packing, interleaved and not turned)
+    split = None
+    if turned:
+        rotation, row = rope.RopeSpec(form, o["rotary_pos_interleaved"]), ((heads + 2 * groups) * d,)
+        split = rope.SplitSpec(heads, groups, (d,) * 3, interleaved, row, rotation)
+    return AttentionBlock(qkv, layer, proj, split=split)
+
+
+def _with_attention(draws: Callable[[Asked], bool]) -> Callable[[Asked], bool]:
+    return lambda asked: draws(asked) or bool(asked.options["attention_dropout"])
+
+
 _WHOLE = (
-    Layer(
-        "multihead_attention", whole.multihead_forward, whole.multihead_backward, whole_table.MULTIHEAD,
-        whole_table.OPTIONS, whole_table.multihead_spec, products=("qkv_weight", "proj_weight"), releases=True,
-        draws=lambda asked: _stochastic(asked) or bool(asked.options["attention_dropout"]), writes=_WRITES,
-        about="attention(x w^T + b) w_proj^T + b_proj, x [tokens, sequences, H]",
+    _layer(
+        "multihead_attention", graph, "attention(x w^T + b) w_proj^T + b_proj, x [tokens, sequences, H]", _MULTIHEAD,
+        _BLOCK_OPTIONS, _multihead_spec, products=("qkv_weight", "proj_weight"), releases=True,
+        draws=_with_attention(_stochastic), writes=_WRITES,
     ),
     _layer(
-        "transformer_layer", whole, "x1 = x + attention(norm(x)), y = x1 + mlp(norm(x1))", whole_table.TRANSFORMER,
-        {**_NORMED, **_ACTIVATION, **whole_table.OPTIONS, "hidden_dropout": _PART},
-        lambda asked: whole_table.transformer_spec(asked, _clamp(asked)), products=whole_table.PRODUCTS, releases=True,
-        draws=lambda asked: _draws(asked) or bool(asked.options["attention_dropout"]), writes=_WRITES,
+        "transformer_layer", graph, "x1 = x + attention(norm(x)), y = x1 + mlp(norm(x1))", _TRANSFORMER,
+        {**_NORMED, **_ACTIVATION, **_BLOCK_OPTIONS, "hidden_dropout": _PART}, _transformer_spec,
+        products=("layernorm_qkv_weight", "proj_weight", "layernorm_mlp_fc1_weight", "layernorm_mlp_fc2_weight"),
+        releases=True, draws=_with_attention(_draws), writes=_WRITES,
     ),
 )  # fmt: skip
 LAYERS = {layer.name: layer for layer in (*_ENTRIES, *_WHOLE)}

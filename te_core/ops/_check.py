@@ -37,11 +37,6 @@ def sized(
         raise ArgumentError(operation, f"{name} = {t!r}", wanted, do or f"correct {name}")
 
 
-def like(operation: str, name: str, t: Tensor, other: Tensor) -> None:
-    """`t` is dense, of the other's shape and dtype."""
-    sized(operation, name, t, other.shape, (other.dtype,))
-
-
 def vector(operation: str, name: str, t: Tensor | None, length: int, allowed: tuple[DType, ...]) -> None:
     """`t`, if given, is a dense vector of this length and one of these dtypes."""
     if t is not None:

@@ -18,13 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_core.dtypes import ACTIVATION_DTYPES, DType
-from te_core.errors import ArgumentError
+from te_core.dtypes import DType
 from te_core.ops import _check
+from te_core.ops.declare import exported, operation
 from te_core.ops.quantize import allocate, check_cast, is_apart, key_of, needs_values, quantize
 from te_core.quantized import BLOCK, Cast, CastKey, QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import Device, Tensor
+from te_core.tensor import Tensor
 
 PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 #: What is applied to the first half.
@@ -83,11 +83,24 @@ class ActivationOperands(NamedTuple):
     column_sum: Tensor | None
 
 
+@exported('kind: Activation, such as "gelu" or "swiglu".')
 def is_gated(kind: str) -> bool:
     """Whether the activation halves the width."""
     return kind in GATED
 
 
+_ACTIVATED = """
+    kind in KINDS: Activation, such as "gelu" or "swiglu".
+    clamp: Numbers of clamped_swiglu. None are the usual ones.
+    must clamp is None or (kind == "clamped_swiglu" and clamp.limit >= 0): a limit of at least 0, for clamped_swiglu;
+        correct the limit, or leave the parameters out
+    x [M, N] act: Input of the forward.
+    must kind not in GATED or N % 2 == 0: an even number of columns; concatenate the two halves (a | b) along the last
+        dimension
+"""
+
+
+@operation(_ACTIVATED)
 def activation_forward(
     rt: Runtime, x: Tensor, kind: str, *, clamp: Clamp | None = None, cast: Cast | None = None, keep: bool = False
 ) -> tuple[Tensor | None, QuantizedTensor | None]:
@@ -100,7 +113,8 @@ def activation_forward(
         y, _ = activation_forward(rt, x, kind, clamp=clamp)
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast)
-    _check_input("activation_forward", rt.device, x, kind, cast, clamp)
+    if cast is not None:
+        check_cast("activation_forward", rt.device, cast)
     spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, _check.off(x))
     shape = _result_shape(x, kind)
     y = rt.empty(shape, x.dtype) if needs_values(cast, keep) else None
@@ -113,6 +127,13 @@ def _result_shape(x: Tensor, kind: str) -> tuple[int, int]:
     return x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1]
 
 
+@operation(
+    _ACTIVATED,
+    """
+    dy [M, N // 2 if kind in GATED else N] x
+    column_sum? [N] act written
+""",
+)
 def activation_backward(
     rt: Runtime,
     dy: Tensor,
@@ -129,12 +150,8 @@ def activation_backward(
         dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
-    op = "activation_backward"
-    _check_input(op, rt.device, x, kind, cast, clamp)
-    _check.sized(op, "dy", dy, _result_shape(x, kind), (x.dtype,))
-    _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
-    _check.on_device(op, rt.device, dy, column_sum)
-    _check.written(op, "column_sum", column_sum)
+    if cast is not None:
+        check_cast("activation_backward", rt.device, cast)
     sums, off = _check.dtype(column_sum), _check.off(x, dy)
     spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, off, sums)
     dx = rt.empty(x.shape, x.dtype) if needs_values(cast, keep) else None
@@ -146,18 +163,3 @@ def activation_backward(
 def _halves_fit(x: Tensor) -> bool:
     """Whether a gradient's halves are whole blocks, and two tiles fit into any multiprocessor at once."""
     return x.shape[1] % (2 * BLOCK["block"]) == 0 and x.dtype.itemsize == 2
-
-
-def _check_input(op: str, device: Device, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp | None) -> None:
-    _check.one_of(op, "kind", kind, KINDS)
-    if clamp is not None and (kind != "clamped_swiglu" or clamp.limit < 0):
-        allowed, do = "a limit of at least 0, for clamped_swiglu", "correct the limit, or leave the parameters out"
-        raise ArgumentError(op, f"{clamp} for {kind}", allowed, do)
-    _check.matrix(op, "x", x)
-    _check.on_device(op, device, x)
-    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    if kind in GATED and x.shape[1] % 2:
-        do = "concatenate the two halves (a | b) along the last dimension"
-        raise ArgumentError(op, f"{kind} of {x.shape[1]} columns", "an even number of columns", do)
-    if cast is not None:
-        check_cast(op, device, cast)

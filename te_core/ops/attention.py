@@ -18,6 +18,7 @@ from te_core.attention import DIMENSIONS, AttentionSpec, Sizes
 from te_core.dtypes import DType
 from te_core.ops import _check
 from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, sizes_of, stats_memory
+from te_core.ops.declare import operation, rules
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -95,6 +96,17 @@ _ONE_BLOCK = 1 << 20
 _ALIGNED = 256
 
 
+@operation(
+    """
+    q: Queries, in the format that `spec` says.
+    k: Keys, in the format that `spec` says.
+    v: Values, in the format that `spec` says.
+    spec: What is computed (`AttentionSpec`).
+    terms: What else takes part: lengths, mask, bias, slopes, sink, random numbers, pages.
+    stats: Whether statistics for backward are wanted, or where they are written.
+""",
+    runs="plan_attention_forward attention_forward",
+)
 def attention_forward(
     rt: Runtime,
     q: Tensor,
@@ -128,6 +140,15 @@ def _plan_forward(rt: Runtime, asked: Asked) -> Any:
     return rt.backend.plan_attention_forward(rt, asked)
 
 
+@operation(
+    """
+    out: Output of the forward.
+    stats: Statistics of the softmax, float32.
+    grads: Where the gradients of q, k and v are written. None allocates them.
+    bias_grad: Whether the gradient of the bias is wanted.
+""",
+    runs="plan_attention_backward attention_backward",
+)
 def attention_backward(
     rt: Runtime,
     dy: Tensor,
@@ -167,18 +188,18 @@ def _plan_backward(rt: Runtime, asked: Asked) -> Any:
     assert asked.dy is not None and asked.out is not None
     check_results(op, q, v, apart=True, dy=asked.dy, out=asked.out)
     _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
-    for name, t, like in zip(("dq", "dk", "dv"), asked.grads or (q, k, v), (q, k, v), strict=True):
-        _check.require(
-            t.shape == like.shape
-            and t.dtype is like.dtype
-            and t.device is like.device
-            and t.row_major_strides()[-1] == 1,
-            op,
-            f"{name} = {t!r}",
-            f"{like.dtype} {tuple(like.shape)} whose last stride is 1",
-            f"correct {name}, or leave grads out",
-        )
+    if asked.grads is not None:
+        _check_grads(op, rt, q, k, v, *asked.grads)
     return rt.backend.plan_attention_backward(rt, asked)
+
+
+@rules("""
+    dq [*q.shape] q rows
+    dk [*k.shape] k rows
+    dv [*v.shape] v rows
+""")
+def _check_grads(op: str, rt: Runtime, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Gradients to be written are like q, k and v."""
 
 
 def _fresh(rt: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

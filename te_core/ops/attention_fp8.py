@@ -20,6 +20,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
 from te_core.ops.attention import Asked, Attended
 from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, stats_memory
+from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
@@ -91,6 +92,12 @@ class Fp8BackwardOperands(NamedTuple):
 MAX_PAIRS = 4
 
 
+@operation("""
+    scales: Up to four scales, float32 [1] each.
+    places: Where inverses go to, too; None for one that goes nowhere else.
+    must 1 <= len(scales) <= MAX_PAIRS and len(places) == len(scales): one to {MAX_PAIRS} scales and a place, or None,
+        for each; correct the counts
+""")
 def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor | None]) -> Tensor:
     """float32 [n, 2]: each of up to four scales (float32 [1]), as it is now, and its inverse; one launch.
 
@@ -101,14 +108,23 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
         _check.vector(op, "scale", scale, 1, (dtypes.float32,))
     _check.on_device(op, rt.device, *scales, *places)
     _check.written(op, "a place", *places)
-    if not 1 <= len(scales) <= MAX_PAIRS or len(places) != len(scales):
-        got, allowed = f"{len(scales)} scales, {len(places)} places", f"one to {MAX_PAIRS} scales"
-        raise ArgumentError(op, got, f"{allowed} and a place, or None, for each", "correct the counts")
     out = rt.empty((len(scales), 2), dtypes.float32)
     rt.backend.scale_pairs(rt, scales, places, out)
     return out
 
 
+@operation(
+    """
+    q: Queries, in the format that `spec` says.
+    k: Keys, in the format that `spec` says.
+    v: Values, in the format that `spec` says.
+    spec: What is computed (`AttentionSpec`).
+    terms: What else takes part: lengths, mask, bias, slopes, sink, random numbers, pages.
+    stats: Whether statistics for backward are wanted, or where they are written.
+    scales: Scales of what is quantized.
+""",
+    runs="plan_attention_fp8_forward attention_fp8_forward",
+)
 def attention_fp8_forward(
     rt: Runtime,
     q: Tensor,
@@ -142,6 +158,15 @@ def _plan_forward(rt: Runtime, asked: Asked) -> Any:
     return rt.backend.plan_attention_fp8_forward(rt, asked)
 
 
+@operation(
+    """
+    out: Output of the forward.
+    stats: Statistics of the softmax, float32.
+    grads: Where the gradients of q, k and v are written. None allocates them.
+    grad_dtype: FP8 type of the gradients.
+""",
+    runs="plan_attention_fp8_backward attention_fp8_backward",
+)
 def attention_fp8_backward(
     rt: Runtime,
     dy: Tensor,

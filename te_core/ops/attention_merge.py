@@ -13,11 +13,11 @@ from math import prod
 from typing import NamedTuple
 
 from te_core import dtypes
-from te_core.attention import FORMATS, SOFTMAX
-from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.attention import FORMATS, SOFTMAX  # noqa: F401  (of declarations)
 from te_core.errors import ArgumentError
 from te_core.ops import _check
-from te_core.ops.attention_terms import stats_shape
+from te_core.ops.attention_terms import stats_shape  # noqa: F401  (of declarations)
+from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -36,6 +36,20 @@ class MergeOperands(NamedTuple):
     sink: Tensor | None
 
 
+@operation("""
+    form in FORMATS
+    softmax in SOFTMAX: "vanilla", "off-by-one" or "learnable".
+    a [...] act strided
+    must a.ndim == len(form): {len(form)} dimensions ({form})
+    a_stats [*stats_shape(a, form)] f32 strided: Statistics of a.
+    b? [...] act strided: Output over other keys. None is none.
+    b_stats? [*stats_shape(a, form)] f32 strided: Statistics of b. None where there is no b.
+    must (b is None) == (b_stats is None): both or none; pass both
+    out [...] act strided written: Where the result is written.
+    stats? [*stats_shape(a, form)] f32 strided written: Where statistics are written. None writes none.
+    sink? [a.shape[-2]] f32: Addend of each head's denominator. None has none.
+    must (sink is not None) == (softmax == "learnable"): a sink with 'learnable', none otherwise
+""")
 def attention_merge(
     rt: Runtime,
     a: Tensor,
@@ -62,38 +76,32 @@ def attention_merge(
     nothing. Rows that no partial has a key for get zeros and +infinity, with a sink too.
     """
     op = "attention_merge"
-    _check.one_of(op, "softmax", softmax, SOFTMAX)
-    _check_heads(op, form, a=a, b=b, out=out)
-    _check.require(
-        (b is None) == (b_stats is None), op, f"b = {b!r}, b_stats = {b_stats!r}", "both or none", "pass both"
-    )
-    _check_stats(op, form, a, a_stats=a_stats, b_stats=b_stats, stats=stats)
-    _check.require(
-        (sink is not None) == (softmax == "learnable"),
-        op,
-        f"sink = {sink!r} for softmax {softmax!r}",
-        "a sink with 'learnable', none otherwise",
-        "correct sink or softmax",
-    )
-    _check.vector(op, "sink", sink, a.shape[-2], (dtypes.float32,))
-    _check.on_device(op, rt.device, a, a_stats, b, b_stats, out, stats, sink)
-    _check.written(op, "out", out)
-    _check.written(op, "stats", stats)
+    _check_alike(op, (len(form),), a=a, b=b, out=out)
     rt.backend.attention_merge(rt, form, softmax, MergeOperands(a, a_stats, b, b_stats, out, stats, sink))
 
 
+@operation("""
+    a [...] act strided
+    b? [...] act strided: Second operand. None copies the first.
+    out [...] act strided written: Where the result is written.
+""")
 def context_sum(rt: Runtime, a: Tensor, b: Tensor | None, *, out: Tensor) -> None:
     """out = a + b in float32, rounded once to the type of out; without b, a copy or a cast.
 
     All of one shape of 1 to 5 dimensions, each float32 or the activation dtype; out may be a or b.
     """
-    op = "context_sum"
-    _check_alike(op, tuple(range(1, _DIMENSIONS + 1)), a=a, b=b, out=out)
-    _check.on_device(op, rt.device, a, b, out)
-    _check.written(op, "out", out)
+    _check_alike("context_sum", tuple(range(1, _DIMENSIONS + 1)), a=a, b=b, out=out)
     rt.backend.context_sum(rt, a, b, out)
 
 
+@operation("""
+    form in FORMATS
+    out [...] act strided: Output of the forward.
+    dy [...] out strided
+    must out.ndim == len(form): {len(form)} dimensions ({form})
+    stats [*stats_shape(out, form)] f32 strided: Statistics of the softmax.
+    sink [out.shape[-2]] f32: Addend of each head's denominator.
+""")
 def attention_sink_grad(rt: Runtime, dy: Tensor, out: Tensor, stats: Tensor, sink: Tensor, *, form: str) -> Tensor:
     """The gradient float32 [h] of a learnable sink: - sum over tokens of exp(sink - stats) * (dy . out).
 
@@ -101,22 +109,10 @@ def attention_sink_grad(rt: Runtime, dy: Tensor, out: Tensor, stats: Tensor, sin
     is the rank's summand. Rows of infinite statistics, which have seen no key, give nothing, whatever stands in them.
     """
     op = "attention_sink_grad"
-    _check_heads(op, form, dy=dy, out=out)
-    _check.require(
-        dy.dtype is out.dtype, op, f"dy {dy!r}, out {out!r}", "one dtype", "convert dy to the type of the output"
-    )
-    _check_stats(op, form, out, stats=stats)
-    _check.vector(op, "sink", sink, out.shape[-2], (dtypes.float32,))
-    _check.on_device(op, rt.device, dy, out, stats, sink)
+    _check_alike(op, (len(form),), dy=dy, out=out)
     dsink = rt.empty(sink.shape, dtypes.float32)
     rt.backend.attention_sink_grad(rt, form, dy, out, stats, sink, dsink)
     return dsink
-
-
-def _check_heads(op: str, form: str, **tensors: Tensor | None) -> None:
-    """Heads in this format."""
-    _check.one_of(op, "form", form, FORMATS)
-    _check_alike(op, (len(form),), **tensors)
 
 
 def _check_alike(op: str, dimensions: tuple[int, ...], **tensors: Tensor | None) -> None:
@@ -125,7 +121,6 @@ def _check_alike(op: str, dimensions: tuple[int, ...], **tensors: Tensor | None)
     first = next(iter(given.values()))
     narrow = {t.dtype for t in given.values()} - {dtypes.float32}
     for name, t in given.items():
-        _check.one_of(op, f"dtype of {name}", t.dtype, ACTIVATION_DTYPES)
         ends = t.ndim in dimensions and (t.shape[-1] < 2 or t.row_major_strides()[-1] == 1)
         if t.shape != first.shape or not ends or len(narrow) > 1:
             got = ", ".join(f"{n} = {other!r}" for n, other in given.items())
@@ -133,12 +128,3 @@ def _check_alike(op: str, dimensions: tuple[int, ...], **tensors: Tensor | None)
             allowed = f"{wanted}, float32 or one activation dtype, last strides of 1"
             raise ArgumentError(op, got, allowed, f"correct {name}")
     _check.require(prod(first.shape) < 1 << 40, op, f"{first!r}", "less than 2^40 elements", "split it")
-
-
-def _check_stats(op: str, form: str, like: Tensor, **stats: Tensor | None) -> None:
-    """Statistics of an output like this one."""
-    shape = stats_shape(like, form)
-    for name, t in stats.items():
-        if t is not None and (t.shape != shape or t.dtype is not dtypes.float32):
-            allowed = f"float32 {shape}, as attention_forward gives them"
-            raise ArgumentError(op, f"{name} = {t!r}", allowed, f"correct {name}")

@@ -13,6 +13,7 @@ from te_core import dtypes
 from te_core.attention import AttentionSpec, ScoreMod, Sizes
 from te_core.ops import _check
 from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, sizes_of, stats_shape
+from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -69,6 +70,7 @@ class ScoredOperands(NamedTuple):
     dv: Tensor | None = None
 
 
+@operation(runs="plan_attention_scored attention_scored", public=False)
 def attention_scored_forward(
     rt: Runtime,
     q: Tensor,
@@ -90,6 +92,7 @@ def attention_scored_forward(
     return out, statistics
 
 
+@operation(runs="plan_attention_scored attention_scored", public=False)
 def attention_scored_backward(
     rt: Runtime,
     dy: Tensor,

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from te_core import dtypes
-from te_core.attention import BIASES, DIMENSIONS, FORMATS, SOFTMAX, AttentionSpec, Lengths, Sizes
+from te_core.attention import BIASES, DIMENSIONS, FORMATS, SOFTMAX, AttentionSpec, Lengths, Sizes  # noqa: F401
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
+from te_core.ops.declare import rules
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor, dense_strides
 
@@ -88,6 +89,23 @@ def stats_memory(op: str, rt: Runtime, q: Tensor, spec: AttentionSpec, stats: bo
     return stats
 
 
+@rules("""
+    must spec.q_format in FORMATS and spec.kv_format in FORMATS: formats among {FORMATS}; correct the spec
+    must spec.softmax in SOFTMAX: one of {SOFTMAX}; correct the spec
+    must spec.bias in BIASES and spec.bias != "pre_scale_bias": one of {BIASES} without pre_scale_bias; correct the spec
+    must 0.0 <= spec.dropout <= 1.0 and spec.softcap >= 0.0 and spec.left >= -1 and spec.right >= -1: 0 <= dropout <= 1,
+        softcap >= 0, window bounds >= -1; correct the spec
+    must q.ndim == len(spec.q_format) and q.row_major_strides()[-1] == 1: {len(spec.q_format)} dimensions
+        ({spec.q_format}), the last stride 1; correct q or its format
+    must k.ndim == v.ndim == (4 if terms.pages is not None else len(spec.kv_format)): {len(spec.kv_format)} dimensions
+        ({spec.kv_format}), in a paged cache 4; correct k and v or their format
+    must k.row_major_strides()[-1] == v.row_major_strides()[-1] == 1: last strides of 1; make k and v contiguous
+    must q.dtype in types: q of a dtype among {types}; convert q, k and v
+    must k.dtype is q.dtype and v.dtype is q.dtype: one dtype; convert them to one
+    must (terms.lengths is not None) == spec.padded: lengths with padded=True; pass lengths, or correct the spec
+    must spec.padded or "thd" not in (spec.q_format, spec.kv_format): padded=True in thd; pass lengths, and say so
+    terms.pages? [sequences, blocks] i32: Page table.
+""")
 def check(
     op: str,
     rt: Runtime,
@@ -99,163 +117,61 @@ def check(
     types: tuple[DType, ...] = ACTIVATION_DTYPES,
 ) -> None:
     """The arguments fit one another and the spec."""
-    _check_spec(op, spec)
-    for name, t, form in (("q", q, spec.q_format), ("k", k, spec.kv_format), ("v", v, spec.kv_format)):
-        dims = 3 if form == "thd" and not (terms.pages is not None and name != "q") else 4
-        _check.require(
-            t.ndim == dims and t.row_major_strides()[-1] == 1,
-            op,
-            f"{name} = {t!r}",
-            f"a tensor of {dims} dimensions ({form}) whose last stride is 1",
-            f"correct {name} or its format",
-        )
-    _check_types(op, q, k, v, types)
-    _check.on_device(op, rt.device, q, k, v, *terms[1:], *(terms.lengths or ()))
-    _check_lengths(op, q, k, spec, terms)
-    _check_pages(op, q, spec, terms)
-    size = sizes_of(q, k, v, spec, terms)
-    _check.require(
-        k.shape[-1] == size.d_qk and k.shape[:-1] == v.shape[:-1],
-        op,
-        f"q {q!r}, k {k!r}, v {v!r}",
-        "k of q's head width, and v of k's shape but for its head width",
-        "correct the shapes",
-    )
-    _check.require(
-        size.groups > 0 and size.heads % size.groups == 0,
-        op,
-        f"{size.heads} heads over {size.groups} groups",
-        "a multiple",
-        "choose num_gqa_groups that divides the heads",
-    )
-    _check.require(
-        min(size.d_qk, size.d_v) > 0,
-        op,
-        f"heads of {size.d_qk} and {size.d_v}",
-        "widths from 1 on",
-        "correct the shapes",
-    )
-    if spec.kv_format != "thd" and terms.pages is None:
-        kv_batch = k.shape[DIMENSIONS[spec.kv_format][0]]  # type: ignore[index]
-        _check.require(
-            kv_batch == size.batch, op, f"batches of {size.batch} and {kv_batch}", "one batch size", "correct q or k"
-        )
-    _check_terms(op, size, spec, terms, q.dtype)
+    _check.on_device(op, rt.device, q, k, v, *terms[1:])
+    if terms.lengths is not None:
+        _check_lengths(op, rt, q, spec, terms.lengths)
+    _check_terms(op, rt, q, k, v, sizes_of(q, k, v, spec, terms), spec, terms)
 
 
-def _check_spec(op: str, spec: AttentionSpec) -> None:
-    """The spec's names and numbers are allowed ones."""
-    for name, value, allowed in (
-        ("q_format", spec.q_format, FORMATS),
-        ("kv_format", spec.kv_format, FORMATS),
-        ("softmax", spec.softmax, SOFTMAX),
-        ("bias", spec.bias, tuple(b for b in BIASES if b != "pre_scale_bias")),
-    ):
-        _check.one_of(op, name, value, allowed)
-    _check.require(
-        0.0 <= spec.dropout <= 1.0 and spec.softcap >= 0.0 and spec.left >= -1 and spec.right >= -1,
-        op,
-        f"{spec}",
-        "0 <= dropout <= 1, softcap >= 0, window bounds >= -1",
-        "correct the spec",
-    )
+@rules("""
+    lengths.cu_q [offsets] i32: Running sums that begin with 0.
+    must offsets >= 1: running sums that begin with 0; correct cu_seqlens
+    must lengths.cu_kv is not None: lengths of q and of k; pass both
+    lengths.cu_kv? [offsets] i32: Running sums that begin with 0.
+    lengths.cu_q_padded? [offsets] i32: Running sums that begin with 0.
+    lengths.cu_kv_padded? [offsets] i32: Running sums that begin with 0.
+    must spec.q_format == "thd" or q.shape[DIMENSIONS[spec.q_format][0]] == offsets - 1: one length for each row;
+        correct cu_seqlens
+    must spec.q_format != "thd" or spec.max_q > 0: the longest sequence's length; give max_q
+    must spec.kv_format != "thd" or spec.max_kv > 0: the longest sequence's length; give max_kv
+""")
+def _check_lengths(op: str, rt: Runtime, q: Tensor, spec: AttentionSpec, lengths: Lengths) -> None:
+    """Lengths are running sums, one for each sequence."""
 
 
-def _check_types(op: str, q: Tensor, k: Tensor, v: Tensor, allowed: tuple[DType, ...]) -> None:
-    """q, k and v are of one allowed type."""
-    _check.one_of(op, "dtype of q", q.dtype, allowed)
-    _check.require(
-        k.dtype is q.dtype and v.dtype is q.dtype,
-        op,
-        f"q {q.dtype}, k {k.dtype}, v {v.dtype}",
-        "one dtype",
-        "convert them to one",
-    )
-
-
-def _check_lengths(op: str, q: Tensor, k: Tensor, spec: AttentionSpec, terms: Terms) -> None:
-    lengths = terms.lengths
-    packed = "thd" in (spec.q_format, spec.kv_format)
-    _check.require(
-        (lengths is not None) == spec.padded and (spec.padded or not packed),
-        op,
-        f"padded={spec.padded}, formats {spec.q_format} and {spec.kv_format}, lengths {lengths}",
-        "lengths with padded=True, always so in thd",
-        "pass lengths, or correct the spec",
-    )
-    if lengths is None:
-        return
-    batch = len(lengths.cu_q.shape) and lengths.cu_q.shape[0] - 1
-    _check.require(batch >= 0, op, f"cu_q = {lengths.cu_q!r}", "running sums that begin with 0", "correct cu_seqlens")
-    _check.require(lengths.cu_kv is not None, op, "lengths without cu_kv", "those of q and of k", "pass both")
-    for name, cu in lengths._asdict().items():
-        _check.vector(op, name, cu, batch + 1, (dtypes.int32,))
-    b = DIMENSIONS[spec.q_format][0]
-    _check.require(
-        b is None or q.shape[b] == batch,
-        op,
-        f"lengths of {batch} sequences for q {q!r}",
-        "one length for each row",
-        "correct cu_seqlens",
-    )
-    for form, longest, name in ((spec.q_format, spec.max_q, "max_q"), (spec.kv_format, spec.max_kv, "max_kv")):
-        _check.require(
-            form != "thd" or longest > 0,
-            op,
-            f"{name}={longest} in thd",
-            "the longest sequence's length",
-            f"give {name}",
-        )
-
-
-def _check_pages(op: str, q: Tensor, spec: AttentionSpec, terms: Terms) -> None:
-    """The page table has a row for each sequence."""
-    pages = terms.pages
-    batch = _extent(q, spec.q_format, spec.max_q, terms.lengths and terms.lengths.cu_q)[0]
-    if pages is not None:
-        _check.sized(op, "pages", pages, (batch, *pages.shape[1:2]), (dtypes.int32,), "correct the page table")
-        _check.require(
-            pages.ndim == 2, op, f"pages = {pages!r}", "[sequences, blocks of each]", "correct the page table"
-        )
-
-
-def _check_terms(op: str, size: Sizes, spec: AttentionSpec, terms: Terms, dtype: DType) -> None:
-    for name, t, asked in (
-        ("mask", terms.mask, spec.masked),
-        ("bias", terms.bias, spec.bias == "post_scale_bias"),
-        ("slopes", terms.slopes, spec.bias == "alibi"),
-        ("rng", terms.rng, spec.dropout > 0),
-    ):
-        _check.require(
-            (t is not None) == asked,
-            op,
-            f"{name} {'given' if t is not None else 'not given'} for {spec}",
-            f"{name} exactly where the spec asks for it",
-            f"give {name} or correct the spec",
-        )
-    _check.require(
-        (terms.sink is not None) == (spec.softmax == "learnable"),
-        op,
-        f"sink for softmax {spec.softmax!r}",
-        "a sink with 'learnable', none otherwise",
-        "correct sink or the spec",
-    )
-    _check.vector(op, "sink", terms.sink, size.heads, (dtypes.float32,))
-    _check.vector(op, "rng", terms.rng, 2, (dtypes.int64,))
+@rules("""
+    must terms.pages is None or terms.pages.shape[0] == size.batch: a row for each sequence; correct the page table
+    must k.shape[-1] == q.shape[-1] and k.shape[:-1] == v.shape[:-1]: k of q's head width, and v of k's shape but for
+        its head width; correct the shapes
+    must size.groups > 0 and size.heads % size.groups == 0: heads a multiple of groups; choose num_gqa_groups that
+        divides the heads
+    must min(size.d_qk, size.d_v) > 0: widths from 1 on; correct the shapes
+    must terms.pages is not None or spec.kv_format == "thd" or k.shape[DIMENSIONS[spec.kv_format][0]] == size.batch: one
+        batch size; correct q or k
+    must (terms.mask is not None) == spec.masked: a mask exactly where the spec asks for it; give it or correct the spec
+    must (terms.bias is not None) == (spec.bias == "post_scale_bias"): a bias exactly where the spec asks for it; give
+        it or correct the spec
+    must (terms.slopes is not None) == (spec.bias == "alibi"): slopes exactly where the spec asks for them; give them or
+        correct the spec
+    must (terms.rng is not None) == (spec.dropout > 0): rng exactly where the spec asks for it; give it or correct the
+        spec
+    must (terms.sink is not None) == (spec.softmax == "learnable"): a sink with 'learnable', none otherwise; correct
+        sink or the spec
+    terms.sink? [size.heads] f32
+    terms.rng? [2] i64
+    terms.slopes? [...] f32
+    must terms.slopes is None or terms.slopes.shape in ((size.heads,), (size.batch, size.heads)): one for each head, or
+        for each sequence and head; correct slopes
+    must terms.bias is None or not (terms.bias.ptr & 15 and terms.bias.device.kind == "cuda"): a bias that begins at a
+        multiple of 16 bytes; copy the bias
+""")
+def _check_terms(
+    op: str, rt: Runtime, q: Tensor, k: Tensor, v: Tensor, size: Sizes, spec: AttentionSpec, terms: Terms
+) -> None:
+    """Tensors are of one size, and what else takes part is what the spec asks for."""
     full = (size.batch, size.heads, size.sq, size.skv)
-    for name, t, allowed in (("mask", terms.mask, (dtypes.uint8, dtypes.bool_)), ("bias", terms.bias, (dtype,))):
+    for name, t, allowed in (("mask", terms.mask, (dtypes.uint8, dtypes.bool_)), ("bias", terms.bias, (q.dtype,))):
         if t is not None:
             _check.broadcast(op, name, t, full, allowed)
-    bias, slopes = terms.bias, terms.slopes
-    _check.require(
-        bias is None or not (bias.ptr & 15 and bias.device.kind == "cuda"),
-        op,
-        f"bias = {bias!r} that begins between multiples of 16 bytes",
-        "one that begins at a multiple",
-        "copy the bias",
-    )
-    if slopes is not None:
-        wanted = (size.heads,) if slopes.ndim == 1 else (size.batch, size.heads)
-        _check.sized(op, "slopes", slopes, wanted, (dtypes.float32,))
     if spec.max_logit and terms.pages is not None:
         raise UnsupportedError(op, "max_logit with a paged cache", "one of the two", "leave max_logit out")

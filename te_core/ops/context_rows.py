@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from te_core.attention import DIMENSIONS, FORMATS
+from te_core.attention import DIMENSIONS, FORMATS  # noqa: F401  (of the declaration)
 from te_core.ops import _check
-from te_core.ops.context import check_sums
+from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -35,6 +35,25 @@ class ContextRowsSpec:
     parts: int
 
 
+@operation("""
+    how in MOVES: "heads_to_ranks", "ranks_to_heads", "sequence_to_ranks" or "ranks_to_sequence".
+    form in FORMATS
+    size: Number of ranks.
+    must size >= 1: the number of ranks
+    t [...] rows: Heads, or tokens, to be moved.
+    must t.ndim == len(form) + how.startswith("ranks") and t.dtype.bits >= 8: {len(form) + how.startswith("ranks")}
+        dimensions of whole bytes: {form}, with ranks in front where it comes from them; correct t or form
+    must not how.startswith("ranks") or t.shape[0] == size: {size} parts; correct t or size
+    must t.size // max(t.shape[-1], 1) < 1 << 31: fewer than 2^31 heads of tokens; split it
+    cu_seqlens_padded? [...] i32: Running sums of the padded lengths, [b + 1]. None where nothing is padded.
+    parts: Number of parts that a sequence is in.
+    must (cu_seqlens_padded is not None) == (form == "thd" and "sequence" in how): running sums where thd changes its
+        order; correct cu_seqlens_padded
+    must cu_seqlens_padded is None or (cu_seqlens_padded.ndim == 1 and cu_seqlens_padded.size): running sums that begin
+        with 0; correct cu_seqlens_padded
+    must parts >= 1 and (parts == 1 or cu_seqlens_padded is not None): parts from 1 on where thd changes its order
+    out? [*_shape(t, how, form, size)] t rows written
+""")
 def context_rows(
     rt: Runtime,
     t: Tensor,
@@ -51,36 +70,11 @@ def context_rows(
     t and out have any strides whose last one is 1. In thd `cu_seqlens_padded`, int32 [b + 1], says where whole
     sequences begin; the tensor in sequence order holds 1 / `parts` of each. Tokens of no sequence get zeros.
     """
-    op = "context_rows"
-    _check_moved(op, t, how, form, size)
-    made = _shape(t, how, form, size)
-    _check.require(
-        out is None or (out.shape == made and out.dtype is t.dtype and _ends_dense(out)),
-        op,
-        f"out = {out!r}",
-        f"{t.dtype} {made} whose last stride is 1",
-        "correct out, or leave it out",
-    )
-    packed = form == "thd" and "sequence" in how
-    _check.require(
-        (cu_seqlens_padded is not None) == packed and parts >= 1 and (packed or parts == 1),
-        op,
-        f"cu_seqlens_padded = {cu_seqlens_padded!r}, parts={parts} for {how} in {form}",
-        "running sums where thd changes its order, and parts from 1 on",
-        "correct them",
-    )
-    if cu_seqlens_padded is not None:
-        check_sums(op, "cu_seqlens_padded", cu_seqlens_padded)
-    _check.on_device(op, rt.device, t, cu_seqlens_padded, out)
-    _check.written(op, "out", out)
+    _check_parts("context_rows", t, how, form, size)
     if out is None:
-        out = rt.empty(made, t.dtype)
+        out = rt.empty(_shape(t, how, form, size), t.dtype)
     rt.backend.context_rows(rt, ContextRowsSpec(how, form, size, parts), t, cu_seqlens_padded, out)
     return out
-
-
-def _ends_dense(t: Tensor) -> bool:
-    return t.shape[-1] < 2 or t.row_major_strides()[-1] == 1
 
 
 def _shape(t: Tensor, how: str, form: str, size: int) -> tuple[int, ...]:
@@ -99,36 +93,17 @@ def _shape(t: Tensor, how: str, form: str, size: int) -> tuple[int, ...]:
     return tuple(shape) if from_ranks else (size, *shape)
 
 
-def _check_moved(op: str, t: Tensor, how: str, form: str, size: int) -> None:
-    """The tensor can be moved so."""
-    _check.one_of(op, "how", how, MOVES)
-    _check.one_of(op, "form", form, FORMATS)
-    _check.require(size >= 1, op, f"size={size}", "the number of ranks", "correct size")
+def _check_parts(op: str, t: Tensor, how: str, form: str, size: int) -> None:
+    """The ranks' parts of the tensor are equal."""
     from_ranks = how.startswith("ranks")
-    dims = len(form) + from_ranks
-    _check.require(
-        t.ndim == dims and _ends_dense(t) and t.dtype.bits >= 8 and not (from_ranks and t.shape[0] != size),
-        op,
-        f"t = {t!r}",
-        f"{dims} dimensions ({f'{size} parts in ' * from_ranks}{form}) of whole bytes, the last stride 1",
-        "correct t, form or size",
-    )
     _, token, head = DIMENSIONS[form]
     heads, tokens = t.shape[from_ranks + head], t.shape[from_ranks + token]
-    _check.require(
-        how != "heads_to_ranks" or (heads > 0 and (heads % size == 0 or size % heads == 0)),
-        op,
-        f"{heads} heads for {size} ranks",
-        "heads that the ranks divide, or that divide them",
-        "choose p2p or all_gather, which split no heads",
-    )
+    right = how != "heads_to_ranks" or (heads > 0 and (heads % size == 0 or size % heads == 0))
+    got, do = f"{heads} heads for {size} ranks", "choose p2p or all_gather, which split no heads"
+    _check.require(right, op, got, "heads that the ranks divide, or that divide them", do)
     times = (size if how == "sequence_to_ranks" else 1) * (1 if form == "thd" else 2)
-    _check.require(
-        "sequence" not in how or tokens % times == 0,
-        op,
+    got, allowed = (
         f"{tokens} tokens for {size} ranks",
         f"a multiple of {times}: equal parts, in dense formats of two chunks each",
-        "pad the sequences",
     )
-    rows = t.size // max(t.shape[-1], 1)
-    _check.require(rows < 1 << 31, op, f"t = {t!r}", "fewer than 2^31 heads of tokens", "split it")
+    _check.require("sequence" not in how or tokens % times == 0, op, got, allowed, "pad the sequences")

@@ -27,6 +27,7 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.env import autotuning
 from te_core.ops import _check
+from te_core.ops.declare import operation, rules
 from te_core.ops.swizzle import Scales
 from te_core.quantized import BLOCK, PAD, Format, up
 from te_core.runtime import Runtime
@@ -92,6 +93,24 @@ class GemmPlan(Protocol):
         """Compute it on the runtime's stream."""
 
 
+@operation(
+    """
+    a_scale: Scale by which a's values are multiplied. None where it has none.
+    b_scale: Scale by which b's values are multiplied. None where it has none.
+    epilogue: "gelu" or "dgelu". None does nothing.
+    aux: Values before "gelu", which are written, or which "dgelu" reads. None writes none.
+    a_sum: Vector [M] that is set to the sum of a over K. None computes none.
+    out_sum: Vector [N] that is set to column sums of the result, with "dgelu". None computes none.
+    tf32: Whether float32 operands are multiplied in TF32.
+    a_format: Format of a, where it has a scale for each block. None where it has none.
+    b_format: Format of b, where it has a scale for each block. None where it has none.
+    a_amax: Largest absolute value of a, for nvfp4. None elsewhere.
+    b_amax: Largest absolute value of b, for nvfp4. None elsewhere.
+    turned: "b" or "out", which says how the product relates to another one that has the same bits. None relates to
+        none.
+""",
+    runs="plan_gemm",
+)
 def gemm(
     rt: Runtime,
     a: Tensor,
@@ -135,19 +154,19 @@ def gemm(
     """
     dt = out.dtype if out is not None else (out_dtype or (a.dtype if a.dtype in ACTIVATION_DTYPES else dtypes.bfloat16))
     address = reduce(or_, [t.ptr for t in (a, b, out, bias, aux, a_sum, out_sum) if t])
+    rest = bias, aux, a_sum, out_sum, a_amax, b_amax, turned
     asked = _Asked(
-        (a, b),
-        (_stored(a_scale), _stored(b_scale), a_amax, b_amax),
-        (bias, a_sum, out_sum),
-        aux,
-        out,
+        GemmOperands(a, b, out, _stored(a_scale), _stored(b_scale), *rest),  # type: ignore[arg-type]
+        bool(trans_a),
+        bool(trans_b),
         dt,
         epilogue,
-        (bool(trans_a), bool(trans_b)),
-        (bool(accumulate), bool(split_accumulator), bool(tf32)),
+        bool(accumulate),
+        bool(split_accumulator),
+        bool(tf32),
         address & -address & 255 or 256,
-        (a_format, b_format),
-        turned,
+        a_format,
+        b_format,
     )
     plan = rt.plans.find(rt, _plan, asked, autotuning())
     _check.written("gemm", "a result", out, aux if epilogue == "gelu" else None, a_sum, out_sum)
@@ -155,57 +174,52 @@ def gemm(
         out = rt.empty((plan.spec.m, plan.spec.n), dt)
     if a_scale is not None:
         a_scale, b_scale = _in_order(rt, plan, a_scale, b_scale)
-    # Scales are tensors by now.
-    operands: Any = a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax, turned
-    plan.run(rt, GemmOperands(*operands))
+    plan.run(rt, GemmOperands(a, b, out, a_scale, b_scale, *rest))  # type: ignore[arg-type]
     return out
 
 
 class _Asked(NamedTuple):
-    """What the plan of a product is made of: of tensors only what their memory is like."""
+    """What the plan of a product is made of: of tensors only what their memory is like. Names as in `GemmSpec`."""
 
-    operands: tuple[Tensor, Tensor]
-    scales: tuple[Tensor | None, ...]  # of a and b, and the amax of each
-    vectors: tuple[Tensor | None, Tensor | None, Tensor | None]  # bias, a_sum, out_sum
-    aux: Tensor | None
-    out: Tensor | None
-    dtype: DType
+    operands: GemmOperands  # whose out may be None
+    trans_a: bool
+    trans_b: bool
+    out: DType
     epilogue: str | None
-    transposed: tuple[bool, bool]
-    flags: tuple[bool, bool, bool]  # accumulate, split_accumulator, tf32
+    accumulate: bool
+    split_accumulator: bool
+    tf32: bool
     alignment: int
-    formats: tuple[Format | None, Format | None]
-    turned: str | None
+    a_format: Format | None
+    b_format: Format | None
 
 
 def _plan(rt: Runtime, asked: _Asked) -> GemmPlan:
     """Its arguments are looked at once for all tensors that are alike."""
-    op, (a, _), (bias, a_sum, out_sum), dt = "gemm", asked.operands, asked.vectors, asked.dtype
-    _check.on_device(op, rt.device, *asked.operands, *asked.scales, *asked.vectors, asked.aux, asked.out)
-    types, (m, n, k) = _check_operands(asked.operands, asked.scales, asked.formats, *asked.transposed)
-    outs = ACTIVATION_DTYPES if types[0].bits <= 8 or a.dtype is dtypes.float32 else (a.dtype, dtypes.float32)
-    _check.one_of(op, "output dtype", dt, outs)
-    _check.one_of(op, "turned", asked.turned, (None, "b", "out"))
-    got, do = "accumulate=True without out", "pass out="
-    _check.require(not asked.flags[0] or asked.out is not None, op, got, "an out", do)
-    got, do = f"a_sum with {asked.formats[0]}", "sum a before it is cast"
-    _check.require(a_sum is None or asked.formats[0] is None, op, got, "a_sum with one scale a tensor", do)
-    _check_results((m, n), asked.out, asked.vectors, asked.epilogue, asked.aux)
-    spec = GemmSpec(
-        *(m, n, k),
-        *asked.transposed,
-        *types,
-        dt,
-        _check.dtype(bias),
-        asked.epilogue,
-        _check.dtype(asked.aux),
-        _check.dtype(a_sum),
-        _check.dtype(out_sum),
-        *asked.flags,
-        asked.alignment,
-        *asked.formats,
-    )
-    return rt.backend.plan_gemm(rt, spec)
+    op, o, form, other = "gemm", asked.operands, asked.a_format, asked.b_format
+    _check.on_device(op, rt.device, *o[:-1])
+    for name, t in (("a", o.a), ("b", o.b)):
+        _check.matrix(op, name, t)
+    m, k = reversed(o.a.shape) if asked.trans_a else o.a.shape
+    kb, n = reversed(o.b.shape) if asked.trans_b else o.b.shape
+    flips = [" transposed" if flag else "" for flag in (asked.trans_a, asked.trans_b)]
+    shapes = f"a {tuple(o.a.shape)}{flips[0]}, b {tuple(o.b.shape)}{flips[1]}"
+    _check.require(k == kb, op, shapes, "equal contraction sizes", "check the shapes and the trans_ flags")
+    a, b = o.a.dtype, o.b.dtype
+    if form is None and other is None and o.a_amax is None:
+        (_check_fp8 if a.is_fp8 or b.is_fp8 else _check_wide)(op, rt, o, asked, n, k)
+    else:
+        if form is not None and form.scaling == "nvfp4":
+            k *= 2
+        _check_formats(f"gemm ({form.scaling if form is not None else 'tensor'})", rt, o, asked, m, n, k)
+        assert form is not None and other is not None
+        a, b = form.dtype, other.dtype
+    _check_results(op, rt, o, asked, m, n)
+    names = ("bias", "aux", "a_sum", "out_sum")
+    same = {name: value for name, value in asked._asdict().items() if name != "operands"}
+    types: dict[str, Any] = {name: _check.dtype(getattr(o, name)) for name in names}
+    plan: GemmPlan = rt.backend.plan_gemm(rt, GemmSpec(m, n, k, a=a, b=b, **types, **same))
+    return plan
 
 
 def _stored(scale: Tensor | Scales | None) -> Tensor | None:
@@ -219,171 +233,79 @@ def _in_order(rt: Runtime, plan: GemmPlan, *scales: Tensor | Scales | None) -> l
     return [scale.swizzled(rt) if isinstance(scale, Scales) else scale for scale in scales]
 
 
-def _check_operands(
-    operands: tuple[Tensor, Tensor],
-    scales: tuple[Tensor | None, ...],
-    formats: tuple[Format | None, Format | None],
-    trans_a: bool,
-    trans_b: bool,
-) -> tuple[tuple[DType, DType], tuple[int, int, int]]:
-    """The element types of what is multiplied and (M, N, K) in elements, if it can be."""
-    op, (a, b) = "gemm", operands
-    for name, t in (("a", a), ("b", b)):
-        _check.matrix(op, name, t)
-    m, k = reversed(a.shape) if trans_a else a.shape
-    kb, n = reversed(b.shape) if trans_b else b.shape
-    flips = [" transposed" if flag else "" for flag in (trans_a, trans_b)]
-    shapes = f"a {tuple(a.shape)}{flips[0]}, b {tuple(b.shape)}{flips[1]}"
-    _check.require(k == kb, op, shapes, "equal contraction sizes", "check the shapes and the trans_ flags")
-    if formats != (None, None) or scales[2] is not None:
-        types, k = _check_formats(shapes, operands, scales, formats, trans_a, trans_b, (m, n, k))
-        return types, (m, n, k)
-    if a.dtype.is_fp8 or b.dtype.is_fp8:
-        _check_fp8(shapes, a, b, scales[:2], not trans_a and trans_b, (m, n, k))
-    else:
-        _check.require(
-            a.dtype is b.dtype and a.dtype in ACTIVATION_DTYPES,
-            op,
-            f"a {a.dtype}, b {b.dtype}",
-            "two operands of one type: float32, bfloat16 or float16 (or an FP8 pair)",
-            "convert one of them",
-        )
-        got = f"scales with {a.dtype} operands"
-        _check.require(scales[:2] == (None, None), op, got, "scales with FP8 operands", "leave the scales out")
-    return (a.dtype, b.dtype), (m, n, k)
+@rules("""
+    must _o.a.dtype is _o.b.dtype and _o.a.dtype in ACTIVATION_DTYPES: two operands of one type: float32, bfloat16 or
+        float16 (or an FP8 pair); convert one of them
+    must _o.a_scale is None and _o.b_scale is None: scales with FP8 operands; leave the scales out
+""")
+def _check_wide(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, n: int, k: int) -> None:
+    """Operands without scales."""
 
 
-def _check_results(
-    shape: tuple[int, int],
-    out: Tensor | None,
-    vectors: tuple[Tensor | None, Tensor | None, Tensor | None],
-    epilogue: object,
-    aux: Tensor | None,
-) -> None:
+@rules("""
+    must _o.a.dtype.is_fp8 and _o.b.dtype.is_fp8: two FP8 operands; quantize both operands
+    must not (_o.a.dtype is _o.b.dtype is dtypes.float8_e5m2): at most one of them E5M2; quantize one to E4M3
+    must _s.trans_b and not _s.trans_a: a [M, K] and b [N, K] with trans_b=True; pass the orientation that lies along K
+        (QuantizedTensor holds both)
+    must n % PAD == 0 and k % PAD == 0: N and K divisible by {PAD}; quantize() pads its storage, so multiply the padded
+        tensors
+    must _o.a_scale is not None and _o.b_scale is not None: a scale of each, float32 [1]; pass a_scale and b_scale
+    _o.a_scale? [1] f32
+    _o.b_scale? [1] f32
+""")
+def _check_fp8(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, n: int, k: int) -> None:
+    """Operands with a scale each."""
+
+
+@rules("""
+    must _s.epilogue in EPILOGUES: an epilogue among {EPILOGUES}
+    must _o.turned in (None, "b", "out"): None, b or out
+    must not _s.accumulate or _o.out is not None: an out with accumulate=True; pass out=
+    must _o.a_sum is None or _s.a_format is None: a_sum with one scale a tensor; sum a before it is cast
+    must _s.out in (ACTIVATION_DTYPES if _o.a.dtype.itemsize != 2 else (_o.a.dtype, dtypes.float32)): the dtype of the
+        operands or float32, of FP8, FP4 and float32 operands any activation dtype; choose another output dtype
+    _o.out? [m, n] act
+    _o.aux? [m, n] act
+    _o.bias? [n] act
+    _o.a_sum? [m] act
+    _o.out_sum? [n] act
+    must _o.aux is not None or _s.epilogue != "dgelu": aux with dgelu (required) or gelu (optional); pass aux
+    must _o.aux is None or _s.epilogue is not None: aux with dgelu or gelu; leave aux out
+    must _o.out_sum is None or _s.epilogue == "dgelu": out_sum with dgelu only; sum the output in a separate call
+""")
+def _check_results(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, m: int, n: int) -> None:
     """What a product writes, and what it reads besides its operands."""
-    op, (m, n), (bias, a_sum, out_sum) = "gemm", shape, vectors
-    _check.one_of(op, "epilogue", epilogue, EPILOGUES)
-    for name, t in (("out", out), ("aux", aux)):
-        if t is not None:
-            _check.sized(op, name, t, shape, ACTIVATION_DTYPES)
-    _check.vector(op, "bias", bias, n, ACTIVATION_DTYPES)
-    _check.vector(op, "a_sum", a_sum, m, ACTIVATION_DTYPES)
-    _check.vector(op, "out_sum", out_sum, n, ACTIVATION_DTYPES)
-    _check.require(
-        (epilogue == "dgelu") <= (aux is not None)
-        and (aux is None) <= (epilogue != "dgelu")
-        and not (aux is not None and epilogue is None),
-        op,
-        f"epilogue={epilogue!r} with aux={aux!r}",
-        "aux with dgelu (required) or gelu (optional)",
-        "correct aux",
-    )
-    _check.require(
-        out_sum is None or epilogue == "dgelu",
-        op,
-        f"out_sum with epilogue={epilogue!r}",
-        "out_sum with dgelu only",
-        "sum the output in a separate call",
-    )
-
-
-def _check_fp8(
-    shapes: str, a: Tensor, b: Tensor, scales: tuple[Tensor | None, ...], k_major: bool, sizes: tuple[int, int, int]
-) -> None:
-    op, (m, n, k) = "gemm (FP8)", sizes
-    types = f"a {a.dtype}, b {b.dtype}"
-    _check.require(
-        a.dtype.is_fp8 and b.dtype.is_fp8 and not (a.dtype is b.dtype is dtypes.float8_e5m2),
-        op,
-        types,
-        "two FP8 operands, at most one of them E5M2",
-        "quantize both operands",
-    )
-    _check.require(
-        k_major,
-        op,
-        shapes,
-        "a [M, K] and b [N, K] with trans_b=True",
-        "pass the orientation that lies along K (QuantizedTensor holds both)",
-    )
-    _check.require(
-        n % PAD == 0 and k % PAD == 0,
-        op,
-        f"N={n}, K={k} (M={m})",
-        f"N and K divisible by {PAD}",
-        "quantize() pads its storage; multiply the padded tensors",
-    )
-    for name, scale in zip(("a_scale", "b_scale"), scales, strict=True):
-        _check.require(scale is not None, op, f"{name}=None", "a float32 [1] tensor", f"pass {name}")
-        _check.vector(op, name, scale, 1, (dtypes.float32,))
 
 
 #: By scaling: M, N and K are whole multiples of these.
 _STEPS = {"block": (8, PAD, PAD), "mxfp8": (32, 32, 32), "nvfp4": (PAD, PAD, 32)}
 
 
-def _check_formats(
-    shapes: str,
-    operands: tuple[Tensor, Tensor],
-    scales: tuple[Tensor | None, ...],
-    formats: tuple[Format | None, Format | None],
-    trans_a: bool,
-    trans_b: bool,
-    sizes: tuple[int, int, int],
-) -> tuple[tuple[DType, DType], int]:
-    """The checks of formats with a scale for each block; the element types, and K in elements."""
-    form, other = formats
-    scaling = form.scaling if form is not None else "tensor"
-    op, (m, n, k) = f"gemm ({scaling})", sizes
-    _check.require(
-        form is not None and other is not None and form.scaling == other.scaling and scaling in BLOCK,
-        op,
-        f"a_format {form}, b_format {other}",
-        "two formats of one scaling: block, mxfp8 or nvfp4",
-        "quantize both alike; leave the formats out where there is one scale a tensor",
-    )
-    assert form is not None and other is not None
-    pair = f"{form} x {other}"
-    _check.require(
-        not (form.dtype is other.dtype is dtypes.float8_e5m2), op, pair, "at most one E5M2", "quantize one to E4M3"
-    )
-    _check.require(
-        scaling != "block" or not (form.tiled and other.tiled),
-        op,
-        pair,
-        "at most one tiled operand",
-        "quantize one of them in 1x128 pieces",
-    )
-    _check.require(
-        not (form.row_scaled or other.row_scaled), op, pair, "one amax a tensor", "dequantize the operands first"
-    )
-    if scaling == "nvfp4":
-        k *= 2
-    _check.require(
-        scaling == "mxfp8" or (not trans_a and trans_b),
-        op,
-        shapes,
-        "a [M, K] and b [N, K] with trans_b=True",
-        "pass the copy that lies along K (QuantizedTensor holds both)",
-    )
-    steps = _STEPS[scaling]
-    _check.require(
-        not any(size % step for size, step in zip((m, n, k), steps, strict=True)),
-        op,
-        f"M={m}, N={n}, K={k}",
-        "M, N and K divisible by {}, {} and {}".format(*steps),
-        "multiply whole stored copies and cut the result",
-    )
-    for name, t, part, rows, scale, amax in zip(
-        "ab", operands, (form, other), (m, n), scales[:2], scales[2:], strict=True
-    ):
-        stored = dtypes.uint8 if scaling == "nvfp4" else part.dtype
-        _check.require(t.dtype is stored, op, f"{name} {t.dtype} as {part}", stored.name, "pass the copy's data")
-        _check_scale(op, f"{name}_scale", scale, part, rows, k)
-        if scaling == "nvfp4":
+@rules("""
+    must _s.a_format is not None and _s.b_format is not None: two formats; quantize both alike, or leave them out where
+        there is one scale a tensor
+    must _s.a_format.scaling == _s.b_format.scaling and _s.a_format.scaling in BLOCK: two formats of one scaling: block,
+        mxfp8 or nvfp4; quantize both alike
+    must not (_s.a_format.dtype is _s.b_format.dtype is dtypes.float8_e5m2): at most one E5M2; quantize one to E4M3
+    must _s.a_format.scaling != "block" or not (_s.a_format.tiled and _s.b_format.tiled): at most one tiled operand;
+        quantize one of them in 1x128 pieces
+    must not (_s.a_format.row_scaled or _s.b_format.row_scaled): one amax a tensor; dequantize the operands first
+    must _s.a_format.scaling == "mxfp8" or (_s.trans_b and not _s.trans_a): a [M, K] and b [N, K] with trans_b=True;
+        pass the copy that lies along K (QuantizedTensor holds both)
+    must not any(size % step for size, step in zip((m, n, k), _STEPS[_s.a_format.scaling])): M, N and K divisible by
+        {_STEPS[_s.a_format.scaling]}; multiply whole stored copies and cut the result
+""")
+def _check_formats(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, m: int, n: int, k: int) -> None:
+    """Operands with a scale for each block; K in elements."""
+    operands = (("a", _o.a, _s.a_format, m, _o.a_scale, _o.a_amax), ("b", _o.b, _s.b_format, n, _o.b_scale, _o.b_amax))
+    for name, t, form, rows, scale, amax in operands:
+        assert form is not None
+        stored = dtypes.uint8 if form.scaling == "nvfp4" else form.dtype
+        _check.require(t.dtype is stored, op, f"{name} {t.dtype} as {form}", stored.name, "pass the copy's data")
+        _check_scale(op, f"{name}_scale", scale, form, rows, k)
+        if form.scaling == "nvfp4":
             _check.require(amax is not None, op, f"{name}_amax=None", "a float32 [1] tensor", f"pass {name}_amax")
             _check.vector(op, f"{name}_amax", amax, 1, (dtypes.float32,))
-    return (form.dtype, other.dtype), k
 
 
 def _check_scale(op: str, name: str, scale: Tensor | None, form: Format, rows: int, k: int) -> None:

@@ -14,6 +14,7 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.errors import ArgumentError
 from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.ops.gemm import gemm
 from te_core.ops.gemm_quantized import gemm_quantized
 from te_core.ops.quantize import dense_columns
@@ -25,6 +26,15 @@ from te_core.tensor import META, Tensor
 Rows = Tensor | Sequence[Tensor | QuantizedTensor]  # of all groups, or of each; `quantize_grouped` gives the latter
 
 
+@operation(
+    """
+    out: Where the result is written.
+    offsets: Running sums of the rows of the groups, int32 on the device. None where `sizes` says it.
+    sizes: Rows of each group, numbers of the host. None where `offsets` says it.
+    bias: Vectors [N], one for each group. None adds none.
+""",
+    runs="",
+)
 def gemm_grouped(
     rt: Runtime,
     a: Rows,

@@ -19,6 +19,7 @@ from te_core import device, dtypes
 from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
+from te_core.ops.declare import exported, operation
 from te_core.ops.elementwise import add
 from te_core.ops.gemm import gemm
 from te_core.ops.matrix import resize
@@ -36,6 +37,11 @@ class Route(NamedTuple):
     reason: str
 
 
+@exported("""
+    place: Device that multiplies.
+    a: Format, or type, of the first operand.
+    b: Format, or type, of the second operand.
+""")
 def gemm_route(place: Device, a: Format, b: Format) -> Route:
     """What a product of these formats takes on this device."""
     if a.scaling == b.scaling == "tensor" and a.dtype is b.dtype is dtypes.float8_e5m2:
@@ -59,6 +65,16 @@ def _refuse(place: Device, a: Format, b: Format, reason: str) -> None:
     )
 
 
+@operation(
+    """
+    out: Where the result is written.
+    a_columnwise: Whether the columnwise copy of a is read.
+    b_columnwise: Whether the columnwise copy of b is read.
+    turned: "b" or "out", which says how the product relates to another one that has the same bits. None relates to
+        none.
+""",
+    runs="",
+)
 def gemm_quantized(
     rt: Runtime,
     a: QuantizedTensor,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.dtypes import DType
 from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -24,29 +25,23 @@ class L2NormOpSpec:
     alignment: int  # how far addresses are off the 16-byte grid, all of them together
 
 
+_ROWS = """
+    x [M, N] act
+    must 1 <= N <= MAX_ROW: rows of 1 to {MAX_ROW} elements; use a shorter row
+"""
+
+
+@operation(_ROWS)
 def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
     """y for the rows of a dense matrix x [M, d]."""
-    _check_rows("l2_norm_forward", rt, x)
     y = rt.empty(x.shape, x.dtype)
     rt.backend.l2_norm_forward(rt, L2NormOpSpec(x.shape, x.dtype, _check.off(x)), x, y, eps)
     return y
 
 
+@operation(_ROWS, "dy =x")
 def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, *, eps: float) -> Tensor:
     """dx, in x's dtype."""
-    op = "l2_norm_backward"
-    _check_rows(op, rt, x)
-    _check.like(op, "dy", dy, x)
-    _check.on_device(op, rt.device, dy)
     dx = rt.empty(x.shape, x.dtype)
     rt.backend.l2_norm_backward(rt, L2NormOpSpec(x.shape, x.dtype, _check.off(x, dy)), dy, x, dx, eps)
     return dx
-
-
-def _check_rows(op: str, rt: Runtime, x: Tensor) -> None:
-    _check.on_device(op, rt.device, x)
-    _check.matrix(op, "x", x)
-    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.require(
-        1 <= x.shape[1] <= MAX_ROW, op, f"rows of {x.shape[1]} elements", f"1 to {MAX_ROW}", "use a shorter row"
-    )

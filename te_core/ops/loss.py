@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -67,16 +68,38 @@ class LossOperands(NamedTuple):
     out: Tensor | None
 
 
+_ROWS = """
+    logits [M, V] act: Scores of the classes.
+    target [M] TARGETS: Class of each row.
+    terms: Options of the loss.
+    must M <= MAX_ROWS and 1 <= V <= MAX_ROW and 0 <= terms.first <= terms.classes - V: 1 to {MAX_ROW} classes, all
+        among those of terms; correct the terms
+"""
+
+
+@operation(
+    _ROWS,
+    """
+    out? [M, FACTS] f32 written
+""",
+    runs="loss_rows",
+)
 def loss_facts(rt: Runtime, logits: Tensor, target: Tensor, *, terms: LossTerms, out: Tensor | None = None) -> Tensor:
     """float32 [M, FACTS] of the rows of logits [M, V]; target int64 or int32 [M]."""
-    op = "loss_facts"
-    _check_rows(op, rt, logits, target, terms)
-    facts = _facts(op, rt, logits, out)
+    facts = rt.empty((logits.shape[0], FACTS), dtypes.float32) if out is None else out
     spec = LossOpSpec(logits.shape, logits.dtype, target.dtype, _check.off(logits))
     rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, facts, None, None, None))
     return facts
 
 
+@operation("""
+    target [M] TARGETS
+    total in TOTALS: How the losses come to one number: "sum", "mean" over rows that count, or "mean of some", whose
+        part is here.
+    facts [ranks, M, FACTS] f32: Facts of all ranks.
+    out? [2] f32 written: The total and its factor. None allocates them.
+    must ranks >= 1: facts of one rank or more; put the facts of all ranks behind one another
+""")
 def loss_values(
     rt: Runtime, facts: Tensor, target: Tensor, *, terms: LossTerms, total: str = "sum", out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -84,17 +107,24 @@ def loss_values(
 
     facts: [ranks, M, FACTS], of all ranks. The order of the additions depends on M alone. `out` receives the second.
     """
-    op = "loss_values"
-    _check_target(op, target)
-    _check.one_of(op, "total", total, TOTALS)
-    _check_known(op, facts, target.shape[0])
-    _check.on_device(op, rt.device, facts, target)
-    _check.result(op, rt.device, "out", out, (2,), (dtypes.float32,))
     losses, both = rt.empty(target.shape, dtypes.float32), rt.empty((2,), dtypes.float32) if out is None else out
     rt.backend.loss_values(rt, terms, total, facts, target, losses, both)
     return losses, both
 
 
+@operation(
+    _ROWS,
+    """
+    known? [ranks, M, FACTS] f32: Facts of all ranks. None finds them in the same pass.
+    must known is None or known.shape[0] >= 1: facts of one rank or more; put the facts of all ranks behind one another
+    must known is not None or V == terms.classes: all classes, or known; pass known
+    grad? [...] f32: Factor of the gradient, [M] or [1]. None is 1.
+    must grad is None or grad.shape in ((1,), (M,)): a factor for each row, or one for all; correct grad
+    out? =logits written
+    facts? [M, FACTS] f32 written: Where facts of the rows are written, without `known`. None allocates them.
+""",
+    runs="loss_rows",
+)
 def loss_gradient(
     rt: Runtime,
     logits: Tensor,
@@ -111,58 +141,12 @@ def loss_gradient(
     known: the facts of all ranks. Without them logits are all classes, and the same pass finds their facts. grad:
     float32 [M], or [1] for all rows: what the gradient is multiplied by.
     """
-    op = "loss_gradient"
-    _check_rows(op, rt, logits, target, terms)
-    rows = logits.shape[0]
-    if known is None:
-        whole = logits.shape[1] == terms.classes
-        _check.require(whole, op, f"{logits!r} of {terms.classes} classes, known=None", "all classes", "pass known")
-        facts = _facts(op, rt, logits, facts)
-    else:
-        _check_known(op, known, rows)
-    if grad is not None:
-        _check.vector(op, "grad", grad, 1 if grad.shape == (1,) else rows, (dtypes.float32,))
-    _check.on_device(op, rt.device, known, grad)
-    _check.result(op, rt.device, "out", out, logits.shape, (logits.dtype,))
+    if known is None and facts is None:
+        facts = rt.empty((logits.shape[0], FACTS), dtypes.float32)
     if out is None:
         out = rt.empty(logits.shape, logits.dtype)
     spec = LossOpSpec(logits.shape, logits.dtype, target.dtype, _check.off(logits, out))
-    read = known if facts is None else facts
+    read = facts if known is None else known
     assert read is not None
     rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, read, known, grad, out))
     return out, None if known is not None else facts
-
-
-def _facts(op: str, rt: Runtime, logits: Tensor, given: Tensor | None) -> Tensor:
-    size = (logits.shape[0], FACTS)
-    _check.result(op, rt.device, "facts", given, size, (dtypes.float32,))
-    return rt.empty(size, dtypes.float32) if given is None else given
-
-
-def _check_rows(op: str, rt: Runtime, logits: Tensor, target: Tensor, terms: LossTerms) -> None:
-    _check.matrix(op, "logits", logits)
-    _check.one_of(op, "dtype of logits", logits.dtype, ACTIVATION_DTYPES)
-    _check_target(op, target)
-    rows, width = logits.shape
-    _check.require(
-        target.shape[0] == rows, op, f"{target!r} for {logits!r}", "a target for each row of logits", "make them alike"
-    )
-    _check.require(
-        rows <= MAX_ROWS and 1 <= width <= MAX_ROW and 0 <= terms.first <= terms.classes - width,
-        op,
-        f"{logits!r} of classes {terms.first} to {terms.first + width} of {terms.classes}",
-        f"1 to {MAX_ROW} classes, all among `classes`",
-        "correct the terms",
-    )
-    _check.on_device(op, rt.device, logits, target)
-
-
-def _check_target(op: str, target: Tensor) -> None:
-    ok = target.ndim == 1 and target.is_contiguous and target.dtype in TARGETS
-    _check.require(ok, op, f"target = {target!r}", "a dense vector of int64 or int32", "convert the target")
-
-
-def _check_known(op: str, facts: Tensor, rows: int) -> None:
-    ok = facts.ndim == 3 and facts.shape[0] >= 1
-    _check.require(ok, op, f"facts = {facts!r}", "[ranks, M, 3]", "put the facts of all ranks behind one another")
-    _check.sized(op, "facts", facts, (facts.shape[0], rows, FACTS), (dtypes.float32,))

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
-from te_core.errors import ArgumentError
 from te_core.ops import _check
-from te_core.ops.elementwise import check_dropout, check_pair
+from te_core.ops.declare import operation, rules
 from te_core.ops.quantize import allocate, check_cast, is_apart, key_of, needs_values, quantize
 from te_core.quantized import Cast, CastKey, QuantizedTensor
 from te_core.runtime import Runtime
@@ -88,6 +87,25 @@ class NormGradients(NamedTuple):
     dbeta: Tensor | None
 
 
+_NORMED = """
+    kind in KINDS: Which norm it is.
+    x [M, N] act: Input.
+    must 1 <= N <= MAX_ROW: rows of 1 to {MAX_ROW} elements; use a shorter row
+    gamma [N] act: Weight of the norm.
+    zero_centered: Whether gamma is stored as its distance from 1.
+    sm_margin: How many multiprocessors the kernel leaves free.
+"""
+
+
+@operation(
+    _NORMED,
+    """
+    beta? [N] gamma: Bias of the norm. None for RMSNorm.
+    must (beta is None) == (kind == "RMSNorm"): a beta with LayerNorm, none with RMSNorm; correct beta
+    branch: What x is added to first (`Branch`): residual + dropout(x + bias) is written, and is what is normed. None
+        norms x.
+""",
+)
 def norm_forward(
     rt: Runtime,
     x: Tensor,
@@ -125,13 +143,7 @@ def norm_forward(
         return (y if keep else None), quantize(rt, y, cast), mean, rstd
     out_dtype = out_dtype or x.dtype
     op = "norm_forward"
-    _check_common(op, kind, x, gamma, out_dtype)
-    _check.vector(op, "beta", beta, x.shape[1], (gamma.dtype,))
-    if (beta is not None) != (kind == "LayerNorm"):
-        raise ArgumentError(
-            op, f"{kind} with beta={beta!r}", "a beta with LayerNorm, none with RMSNorm", "correct beta"
-        )
-    _check.on_device(op, rt.device, x, gamma, beta)
+    _check.one_of(op, "dtype of the output", out_dtype, ACTIVATION_DTYPES)
     if cast is not None:
         check_cast(op, rt.device, cast)
     off = _check.off(x, gamma, beta)
@@ -150,6 +162,17 @@ def norm_forward(
     return (y if cast is None or keep else None), q, mean, rstd
 
 
+@operation(
+    _NORMED,
+    """
+    dy [M, N] act
+    rstd [M] f32: Inverse standard deviations of the rows that forward gave.
+    mean? [M] f32: Means of the rows that forward gave. None for RMSNorm.
+    must (mean is None) == (kind == "RMSNorm"): a mean with LayerNorm, none with RMSNorm; pass what forward returned
+    add? =x: Gradient that is added to dx. None adds none.
+    out? =x written
+""",
+)
 def norm_backward(
     rt: Runtime,
     dy: Tensor,
@@ -169,18 +192,6 @@ def norm_backward(
 
     `add`, of x's shape and dtype, goes into dx before its one rounding: the gradient that reaches x round the norm.
     """
-    op = "norm_backward"
-    _check_common(op, kind, x, gamma, x.dtype)
-    _check.sized(op, "dy", dy, x.shape, ACTIVATION_DTYPES)
-    _check.vector(op, "rstd", rstd, x.shape[0], (dtypes.float32,))
-    _check.vector(op, "mean", mean, x.shape[0], (dtypes.float32,))
-    if (mean is not None) != (kind == "LayerNorm") or rstd is None:
-        got, allowed = f"{kind} with mean={mean!r}, rstd={rstd!r}", "rstd, and a mean with LayerNorm alone"
-        raise ArgumentError(op, got, allowed, "pass what forward returned")
-    _check.on_device(op, rt.device, dy, x, gamma, mean, rstd, add)
-    if add is not None:
-        _check.like(op, "add", add, x)
-    _check.result(op, rt.device, "out", out, x.shape, (x.dtype,))
     off = _check.off(x, dy, gamma, add, out)
     spec = NormOpSpec(kind, x.shape, x.dtype, gamma.dtype, dy.dtype, zero_centered, sm_margin, off, add=add is not None)
     dx = rt.empty(x.shape, x.dtype) if out is None else out
@@ -190,20 +201,13 @@ def norm_backward(
     return dx, dgamma, dbeta
 
 
+@rules("""
+    branch.residual =x
+    branch.sum =x written
+    branch.bias? [x.shape[1]] x
+    must 0.0 <= branch.p <= 1.0: a probability
+    branch.rng? [2] i64
+    must branch.p == 0.0 or branch.rng is not None: rng, an int64 tensor (seed, offset), where p is not 0; pass rng=
+""")
 def _check_branch(op: str, rt: Runtime, x: Tensor, branch: Branch) -> None:
-    check_dropout(op, x, branch.p, branch.rng)
-    _check.vector(op, "bias", branch.bias, x.shape[1], (x.dtype,))
-    for other in (branch.residual, branch.sum):
-        check_pair(op, x, other)
-    _check.on_device(op, rt.device, branch.residual, branch.sum, branch.bias, branch.rng)
-    _check.written(op, "branch.sum", branch.sum)
-
-
-def _check_common(op: str, kind: str, x: Tensor, gamma: Tensor, out_dtype: DType) -> None:
-    _check.one_of(op, "kind", kind, KINDS)
-    _check.matrix(op, "x", x)
-    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.one_of(op, "dtype of the output", out_dtype, ACTIVATION_DTYPES)
-    if not 1 <= x.shape[1] <= MAX_ROW:
-        raise ArgumentError(op, f"rows of {x.shape[1]} elements", f"1 to {MAX_ROW}", "use a shorter row")
-    _check.vector(op, "gamma", gamma, x.shape[1], ACTIVATION_DTYPES)
+    """What x is added to first has its size."""

@@ -22,13 +22,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from numbers import Integral, Real
+from numbers import Integral, Real  # noqa: F401
 from typing import NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
+from te_core.ops.declare import operation, rules
 from te_core.ops.quantize import check_cast, check_out
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
@@ -36,6 +37,7 @@ from te_core.tensor import Tensor
 
 #: What a moment may be held in.
 MOMENTS = (*ACTIVATION_DTYPES, dtypes.float8_e4m3)
+_MASTERS = (None, dtypes.float32, dtypes.float16, dtypes.int16)
 #: What is stored divided by a scale: the largest stored value.
 LIMITS = {dtypes.float16: 65504 / 2, dtypes.float8_e4m3: 448.0}
 _SIGNED = ("dampening", "grad_scale")  # numbers of a step that may lie below 0
@@ -107,6 +109,10 @@ class AdamSpec:
         return LIMITS.get(self.m, 0.0), LIMITS.get(self.v, 0.0), LIMITS.get(self.master, 0.0)  # type: ignore[arg-type]
 
 
+@operation("""
+    tensors: The tensors of each parameter.
+    rule: Numbers of the step.
+""")
 def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
     """One step of Adam or AdamW on tensors of one sort each: gradients, parameters, moments and masters in place."""
     op = "adam"
@@ -128,28 +134,31 @@ def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
     rt.backend.adam(rt, spec, [t for t in tensors if t.grad.size], rule)
 
 
+@rules("""
+    must isinstance(rule.step, Tensor) or (isinstance(rule.step, Integral) and rule.step >= 1): steps from 1 on; count the
+        step before it
+    rule.grad_scale? [1] f32
+    rule.skip? [1] f32|i32
+""")
 def _check_rule(op: str, rt: Runtime, rule: AdamRule) -> None:
+    """Numbers that are tensors are read on the device."""
     for name, given, kind in (("lr", rule.lr, "float32"), ("step", rule.step, "int32")):
         if isinstance(given, Tensor):
-            _one(op, rt, name, given, (dtypes.dtype(kind),))
-    if not isinstance(rule.step, Tensor):
-        counted = isinstance(rule.step, Integral) and rule.step >= 1
-        _check.require(counted, op, f"step={rule.step!r}", "steps from 1 on", "count the step before it")
-    _one(op, rt, "grad_scale", rule.grad_scale, (dtypes.float32,))
-    _one(op, rt, "skip", rule.skip, (dtypes.float32, dtypes.int32))
+            _check.vector(op, name, given, 1, (dtypes.dtype(kind),))
+            _check.on_device(op, rt.device, given)
 
 
+@rules("""
+    must spec.grad in ACTIVATION_DTYPES: gradients of dtype {ACTIVATION_DTYPES}
+    must spec.param in (*ACTIVATION_DTYPES, None): parameters of dtype {ACTIVATION_DTYPES}
+    must spec.m in MOMENTS and spec.v in MOMENTS: moments of dtype {MOMENTS}; choose an allowed dtype of m and v
+    must spec.master in _MASTERS: masters of dtype {_MASTERS}
+    must spec.master is not dtypes.int16 or spec.param is dtypes.bfloat16: a bfloat16 parameter, the high half, with an
+        int16 master; pass float32 masters
+    must spec.param is not None or spec.master is not None: at least one of param and master; pass what shall be updated
+""")
 def _check_adam(op: str, spec: AdamSpec) -> None:
-    _check.one_of(op, "dtype of grad", spec.grad, ACTIVATION_DTYPES)
-    _check.one_of(op, "dtype of param", spec.param, (*ACTIVATION_DTYPES, None))
-    _check.one_of(op, "dtype of m", spec.m, MOMENTS)
-    _check.one_of(op, "dtype of v", spec.v, MOMENTS)
-    _check.one_of(op, "dtype of master", spec.master, (None, dtypes.float32, dtypes.float16, dtypes.int16))
-    if spec.master is dtypes.int16 and spec.param is not dtypes.bfloat16:
-        allowed, do = "a bfloat16 parameter, the high half", "pass float32 masters"
-        raise ArgumentError(op, f"an int16 master of a parameter in {spec.param}", allowed, do)
-    if spec.param is None and spec.master is None:
-        raise ArgumentError(op, "neither param nor master", "at least one of them", "pass what shall be updated")
+    """The types go together."""
 
 
 class AdamQuantized(NamedTuple):
@@ -170,6 +179,7 @@ def fuses(cast: Cast, m: DType, v: DType, master: Tensor | None) -> bool:
     return given and m not in LIMITS and v not in LIMITS and master is not None and master.dtype is dtypes.float32
 
 
+@operation()
 def adam_quantized(rt: Runtime, tensors: Sequence[AdamQuantized], rule: AdamRule) -> None:
     """A step of Adam on masters, and the bytes of their quantized matrices, in one launch for matrices of any sizes.
 
@@ -234,6 +244,7 @@ class SgdRule:
         check_numbers("sgd", **{name: getattr(self, name) for name in names})
 
 
+@operation()
 def sgd(rt: Runtime, tensors: Sequence[SgdTensors], rule: SgdRule) -> None:
     """One step of SGD on tensors of one sort each, in place."""
     if not tensors:
@@ -245,30 +256,38 @@ def sgd(rt: Runtime, tensors: Sequence[SgdTensors], rule: SgdRule) -> None:
     rt.backend.sgd(rt, [t for t in tensors if t.grad.size], rule)
 
 
+@operation("""
+    sources: Tensors to be multiplied.
+    outs: Where the results are written.
+    must len(sources) == len(outs): an out for each source; correct the lists
+    scale: Factor, a number or float32 [1] on the device.
+    flag? [1] i32 written: Becomes 1 where a source is not finite. None looks for nothing.
+""")
 def scale_many(
     rt: Runtime, sources: Sequence[Tensor], outs: Sequence[Tensor], scale: float | Tensor, *, flag: Tensor | None = None
 ) -> None:
     """outs[i] = sources[i] * scale, of one type each; flag (int32 [1]) becomes 1 where a source is not finite."""
     op = "scale_many"
-    if len(sources) != len(outs):
-        got = f"{len(sources)} sources, {len(outs)} outs"
-        raise ArgumentError(op, got, "an out for each source", "correct the lists")
     for pair in zip(sources, outs, strict=True):
         _check_list(op, rt, ("source", "out"), pair, (sources[0], outs[0]))
     for name, of in (("source", sources), ("out", outs)):
         for t in of[:1]:
             _check.one_of(op, f"dtype of {name}", t.dtype, ACTIVATION_DTYPES)
     if isinstance(scale, Tensor):
-        _one(op, rt, "scale", scale, (dtypes.float32,))
+        _check.vector(op, "scale", scale, 1, (dtypes.float32,))
+        _check.on_device(op, rt.device, scale)
     elif not isinstance(scale, (int, float)):
         raise ArgumentError(op, f"scale of type {type(scale).__name__}", "a number or a tensor", "correct scale")
-    _one(op, rt, "flag", flag, (dtypes.int32,))
-    _check.written(op, "flag", flag)
     pairs = [pair for pair in zip(sources, outs, strict=True) if pair[0].size]
     if pairs:
         rt.backend.scale_many(rt, pairs, scale, flag)
 
 
+@operation("""
+    lists: Lists of tensors, each of one type.
+    scale? [1] f32: Factor of the tensors. None is 1.
+    each: Whether the norm of each tensor is given, too.
+""")
 def norm_many(
     rt: Runtime, lists: Sequence[Sequence[Tensor]], *, scale: Tensor | None = None, each: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -281,16 +300,10 @@ def norm_many(
         for t in tensors:
             _check_list(op, rt, ("a tensor",), (t,), tensors[:1])
             _check.one_of(op, "dtype of the tensors", t.dtype, ACTIVATION_DTYPES)
-    _one(op, rt, "scale", scale, (dtypes.float32,))
     out = rt.empty((1,), dtypes.float32)
     parts = rt.empty((sum(map(len, lists)) if each else 0,), dtypes.float32)
     rt.backend.norm_many(rt, [tensors for tensors in lists if tensors], scale, out, parts)
     return out, parts
-
-
-def _one(op: str, rt: Runtime, name: str, t: Tensor | None, allowed: tuple[DType, ...]) -> None:
-    _check.vector(op, name, t, 1, allowed)
-    _check.on_device(op, rt.device, t)
 
 
 def _check_list(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from te_core import dtypes
-from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -28,6 +28,12 @@ class PaddingOrderSpec:
     row_step: int
 
 
+@operation("""
+    form in _FORMATS: Format that places are counted in.
+    mask [...] _MASKS: Mask [b, s] or [b, .., s], not 0 where padding is.
+    must mask.ndim > 0: a mask [b, s]; pass a row for each sequence
+    must max(mask.size, mask.shape[0] + 1) < 1 << 31: less than 2^31 tokens and rows; split the batch
+""")
 def padding_order(rt: Runtime, mask: Tensor, *, form: str) -> tuple[Tensor, Tensor, Tensor]:
     """(there, again, cu_seqlens) of a padding mask [b, s], or [b, .., s], which is not 0 where padding is.
 
@@ -37,15 +43,7 @@ def padding_order(rt: Runtime, mask: Tensor, *, form: str) -> tuple[Tensor, Tens
         again       int64 [b * s]: the place that the token of place i has gone to
         cu_seqlens  int32 [b + 1]: running sums of the tokens of rows
     """
-    op = "padding_order"
-    _check.one_of(op, "form", form, _FORMATS)
-    _check.require(mask.ndim > 0, op, f"mask = {mask!r}", "a mask [b, s]", "pass a row for each sequence")
-    _check.dense(op, "mask", mask)
-    _check.one_of(op, "dtype of mask", mask.dtype, _MASKS)
-    _check.on_device(op, rt.device, mask)
     rows, length = mask.shape[0], prod(mask.shape[1:])
-    for name, count in (("tokens", rows * length), ("rows", rows + 1)):
-        _check.require(count < 1 << 31, op, f"{count} {name}", "less than 2^31", "split the batch")
     steps = (rows, 1) if form == "sbhd" else (1, length)
     there, again = (rt.empty((mask.size,), dtypes.int64) for _ in range(2))
     cu = rt.empty((rows + 1,), dtypes.int32)

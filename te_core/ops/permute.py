@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.dtypes import DType
 from te_core.errors import UnsupportedError
 from te_core.ops import _check
+from te_core.ops.declare import operation, rules
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -75,51 +76,57 @@ class PermuteSpec:
 # ---------------------------------------------------------------------------------------------------- maps
 
 
+@operation(
+    """
+    routing [tokens, experts] _MASKS: Mask, not 0 where a token goes to an expert.
+    must tokens * experts < 1 << 31: less than 2^31 entries; split the tokens
+    starts? [experts + 1] i32 written: Where the first row of each expert is written. None writes it nowhere.
+""",
+    runs="row_map",
+)
 def mask_row_map(rt: Runtime, routing: Tensor, *, starts: Tensor | None = None) -> Tensor:
     """The mask's map of `routing` [tokens, experts], which is not 0 where a token goes to an expert.
 
     `starts`, if given, int32 [experts + 1], gets the first row of each expert, and last the number of rows: so
     `permute` need not look for the rows that nobody gets.
     """
-    op = "mask_row_map"
-    _check.matrix(op, "routing", routing)
-    _check.one_of(op, "dtype of routing", routing.dtype, _MASKS)
     tokens, experts = routing.shape
-    _check.vector(op, "starts", starts, experts + 1, (dtypes.int32,))
-    _check.on_device(op, rt.device, routing, starts)
-    _check.written(op, "starts", starts)
-    _check_size(op, tokens * experts)
-    _check_count(op, "experts", experts, MAX_EXPERTS)
+    _check_count("mask_row_map", "experts", experts, MAX_EXPERTS)
     out = rt.empty((tokens, 2 * experts + 1), dtypes.int32)
     rt.backend.row_map(rt, RowMapSpec("mask", tokens, experts, routing.dtype, None), routing, starts, out, 0)
     return out
 
 
+@operation(
+    """
+    experts [tokens, slots] i32: Expert of each token and slot.
+    must tokens * slots < 1 << 31: less than 2^31 entries; split the tokens
+    rows: Number of rows of the result.
+""",
+    runs="row_map",
+)
 def index_row_map(rt: Runtime, experts: Tensor, *, rows: int) -> Tensor:
     """The index map of expert ids int32 [tokens, slots], any ids; only the first `rows` rows are kept."""
-    op = "index_row_map"
-    _check.matrix(op, "experts", experts)
-    _check.one_of(op, "dtype of experts", experts.dtype, (dtypes.int32,))
-    _check.on_device(op, rt.device, experts)
     tokens, slots = experts.shape
-    _check_size(op, tokens * slots)
     out = rt.empty((tokens * slots,), dtypes.int32)
     rt.backend.row_map(rt, RowMapSpec("index", tokens, slots, experts.dtype, None), experts, None, out, rows)
     return out
 
 
+@operation(
+    """
+    sizes [chunks] _INTEGERS: Rows of each chunk.
+    order [chunks] _INTEGERS: Order of the chunks.
+    must rows < 1 << 31: less than 2^31 rows; split the tokens
+""",
+    runs="row_map",
+)
 def chunk_row_map(rt: Runtime, sizes: Tensor, order: Tensor, *, rows: int) -> Tensor:
     """The index map (one slot) of `rows` rows in chunks of these sizes, when chunk order[i] comes i-th.
 
     Rows behind the last chunk stay where they are.
     """
-    op = "chunk_row_map"
-    for name, t in (("sizes", sizes), ("order", order)):
-        _check.require(t.ndim == 1, op, f"{name} = {t!r}", "a vector, one entry a chunk", f"flatten {name}")
-        _check.vector(op, name, t, sizes.shape[0], _INTEGERS)
-    _check.on_device(op, rt.device, sizes, order)
-    _check_size(op, rows)
-    _check_count(op, "chunks", sizes.shape[0], MAX_CHUNKS)
+    _check_count("chunk_row_map", "chunks", sizes.shape[0], MAX_CHUNKS)
     out = rt.empty((rows,), dtypes.int32)
     rt.backend.row_map(
         rt, RowMapSpec("chunks", rows, sizes.shape[0], sizes.dtype, order.dtype), sizes, order, out, rows
@@ -130,6 +137,15 @@ def chunk_row_map(rt: Runtime, sizes: Tensor, order: Tensor, *, rows: int) -> Te
 # --------------------------------------------------------------------------------------------------- moves
 
 
+@operation("""
+    x [tokens, H]: Tokens.
+    must rows >= 0: the rows of the result
+    row_map: Map of rows, as `mask_row_map`, `index_row_map` or `chunk_row_map` gave it.
+    probs: Probability of each token and expert. None moves none.
+    pad_offsets: How many rows of padding come before each expert's rows. None is none.
+    starts: First row of each expert, int32 [experts + 1]. None looks for it.
+    fill: Whether rows that nobody gets become zeros.
+""")
 def permute(
     rt: Runtime,
     x: Tensor,
@@ -147,17 +163,23 @@ def permute(
     copy goes to are zeros, too; without it they are not written. `starts`: what `mask_row_map` gave with this map; the
     rows to be filled are then those before each expert that pad_offsets says and those behind the last.
     """
-    op = "permute"
     operands = Operands(x, row_map, probs, pad_offsets, starts if fill else None)
-    _check.matrix(op, "x", x)
-    _check.require(rows >= 0, op, f"rows={rows}", "the rows of the result", "correct rows")
-    spec = _spec(rt, op, operands, x.shape[0], rows, "copy" if probs is None else "gated", fill=fill)
+    spec = _spec(rt, "permute", operands, x.shape[0], rows, "copy" if probs is None else "gated", fill=fill)
     out = rt.empty((rows, x.shape[1]), x.dtype)
     row_probs = None if probs is None else rt.empty((rows,), probs.dtype)
     rt.backend.permute(rt, spec, operands, out, row_probs)
     return out, row_probs
 
 
+@operation("""
+    x [rows, H] act: Rows.
+    tokens: Number of tokens of the result.
+    weights: Factors of the rows. None is 1.
+    gates: Probabilities of the copies: rows of 0 are left out. None leaves none out.
+    must weights is None or gates is None: one of them; leave out the other
+    must row_probs is None or gates is not None: row_probs with gates; pass gates, too
+    row_probs? [rows] gates: Probability of each row, which is brought back, too. None brings none.
+""")
 def unpermute(
     rt: Runtime,
     x: Tensor,
@@ -175,35 +197,26 @@ def unpermute(
     [tokens, experts]: rows of gate 0 are left out, and with row_probs [rows] the second result is [tokens, experts],
     what row_probs has for each copy, 0 where there is none.
     """
-    op = "unpermute"
     operands = Operands(x, row_map, weights if gates is None else gates, pad_offsets)
-    _check.matrix(op, "x", x)
-    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.require(weights is None or gates is None, op, "weights and gates", "one of them", "leave out the other")
     mode = "sum" if weights is gates else "weighted" if gates is None else "gated"
-    spec, probs = _spec(rt, op, operands, tokens, x.shape[0], mode), None
-    if row_probs is not None:
-        _check.require(gates is not None, op, "row_probs alone", "row_probs with gates", "pass gates, too")
-        assert gates is not None
-        _check.vector(op, "row_probs", row_probs, x.shape[0], (gates.dtype,))
-        _check.on_device(op, rt.device, row_probs)
-        probs = rt.empty(gates.shape, gates.dtype)
+    spec = _spec(rt, "unpermute", operands, tokens, x.shape[0], mode)
+    probs = None if row_probs is None or gates is None else rt.empty(gates.shape, gates.dtype)
     out = rt.empty((tokens, x.shape[1]), x.dtype)
     rt.backend.unpermute(rt, spec, operands, row_probs, out, probs)
     return out, probs
 
 
+@operation("""
+    x [rows, H] act: Rows of the forward.
+    dy [tokens, H] x
+    weights: Factors of the rows.
+""")
 def unpermute_backward(
     rt: Runtime, dy: Tensor, x: Tensor, row_map: Tensor, weights: Tensor, *, pad_offsets: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(dx, the gradient of the weights in their dtype) of `unpermute` with weights."""
-    op = "unpermute_backward"
     operands = Operands(x, row_map, weights, pad_offsets)
-    _check.matrix(op, "x", x)
-    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.sized(op, "dy", dy, (*dy.shape[:1], x.shape[1]), (x.dtype,))
-    _check.on_device(op, rt.device, dy)
-    spec = _spec(rt, op, operands, dy.shape[0], x.shape[0], "weighted", fill=True, address=dy.ptr)
+    spec = _spec(rt, "unpermute_backward", operands, dy.shape[0], x.shape[0], "weighted", fill=True, address=dy.ptr)
     dx, d_weights = rt.empty(x.shape, x.dtype), rt.empty(weights.shape, weights.dtype)
     rt.backend.unpermute_backward(rt, spec, dy, operands, dx, d_weights)
     return dx, d_weights
@@ -216,34 +229,28 @@ def _spec(
     rt: Runtime, op: str, operands: Operands, tokens: int, rows: int, mode: str, *, fill: bool = False, address: int = 0
 ) -> PermuteSpec:
     """What all moves depend on; x is checked by its caller."""
-    x, row_map, probs, pad_offsets, starts = operands
+    x, row_map, probs, _, starts = operands
     masked = row_map.ndim == 2
     choices = (row_map.shape[1] - 1) // 2 if masked else row_map.shape[0] // max(tokens, 1) if row_map.ndim == 1 else 0
-    shapes = {1: (choices * tokens,), 2: (tokens, 2 * choices + 1)}
-    _check.require(
-        row_map.shape == shapes.get(row_map.ndim) and row_map.is_contiguous and row_map.dtype is dtypes.int32,
-        op,
-        f"row_map = {row_map!r} for {tokens} tokens",
-        "a dense int32 map of these tokens: [tokens, 2 * experts + 1], or [slots * tokens]",
-        "pass the map that the tokens were permuted by",
-    )
-    if probs is not None:
-        _check.require(masked or mode == "weighted", op, "gates with an index map", "a mask's map", "use weights")
-        _check.sized(op, "the probabilities", probs, (tokens, choices), ACTIVATION_DTYPES)
-    if pad_offsets is not None:
-        _check.require(masked, op, "pad_offsets with an index map", "a mask's map", "leave pad_offsets out")
-        _check.vector(op, "pad_offsets", pad_offsets, choices, (dtypes.int64,))
-    if starts is not None:
-        _check.require(masked, op, "starts with an index map", "a mask's map", "leave starts out")
-        _check.vector(op, "starts", starts, choices + 1, (dtypes.int32,))
-    _check.on_device(op, rt.device, x, row_map, probs, pad_offsets, starts)
-    _check_size(op, rows)
+    _check_moves(op, rt, operands, tokens, choices, rows, mode)
     sizes, aligned = (tokens, rows, x.shape[1]), (x.ptr | address) & 15
     return PermuteSpec(*sizes, x.dtype, masked, choices, mode, _check.dtype(probs), aligned, fill, starts is not None)
 
 
-def _check_size(op: str, entries: int) -> None:
-    _check.require(entries < 1 << 31, op, f"{entries} entries", "less than 2^31", "split the tokens")
+@rules("""
+    _o.row_map [...] i32
+    must _o.row_map.shape in ((choices * tokens,), (tokens, 2 * choices + 1)): a map of these tokens, of dimensions
+        [tokens, 2 * experts + 1] or [slots * tokens]; pass the map that the tokens were permuted by
+    must _o.row_map.ndim == 2 or (_o.pad_offsets is None and _o.starts is None): a mask's map with pad_offsets and
+        starts; leave them out
+    must _o.row_map.ndim == 2 or _o.probs is None or mode == "weighted": a mask's map with gates; use weights
+    _o.probs? [tokens, choices] act
+    _o.pad_offsets? [choices] i64
+    _o.starts? [choices + 1] i32
+    must rows < 1 << 31: less than 2^31 rows; split the tokens
+""")
+def _check_moves(op: str, rt: Runtime, _o: Operands, tokens: int, choices: int, rows: int, mode: str) -> None:
+    """What tells the places of rows fits the rows."""
 
 
 def _check_count(op: str, name: str, count: int, limit: int) -> None:

@@ -16,11 +16,13 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check, quantize_nvfp4
+from te_core.ops.declare import operation, rules
 from te_core.quantized import ONE_BLOCK, PAD, Cast, CastKey, Copy, Format, QuantizedTensor, padded, pieces_of
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
 #: How a cast's values are scaled, by the names of formats.
+ALGOS = ("max", "most_recent")
 SCALINGS = ("tensor", "block", "mxfp8", "nvfp4")
 
 
@@ -91,30 +93,22 @@ def _allocate_blocks(rt: Runtime, shape: tuple[int, int], cast: Cast) -> Quantiz
     return QuantizedTensor(cast.format, shape, rowwise, Copy.at(block, 0, column), block)
 
 
-def check_cast(operation: str, device: Device, cast: Cast) -> None:
+@rules("""
+    must cast.key.device in (None, device): tensors of one device, the runtime's; move them to the runtime's device
+    must cast.format.scaling in SCALINGS: formats whose scaling is one of {SCALINGS}; choose an FP8 or FP4 format
+    must cast.format.dtype is dtypes.float4_e2m1 if cast.format.scaling == "nvfp4" else cast.format.dtype.is_fp8:
+        float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4); choose an FP8 or FP4 format
+    must cast.rowwise or cast.columnwise: rowwise, columnwise or both; ask for an orientation
+    must cast.rng is not None or not cast.stochastic: rng, an int64 tensor (seed, offset); pass rng=
+    must cast.format.scaling == "tensor" or (cast.scale is None and cast.amax is None): a given scale and amax with
+        per-tensor formats only; leave scale and amax out
+    must cast.format.scaling == "nvfp4" or not (cast.transform or cast.stochastic or cast.four_over_six): these with
+        nvfp4 only; leave them out
+""")
+def check_cast(op: str, device: Device, cast: Cast) -> None:
     """A cast names a narrow type and at least one orientation; its tensors, which `Cast` has checked, lie here."""
-    form, place = cast.format, cast.key.device
-    if place is not None and place is not device:
-        got, do = f"a cast whose tensors lie on {place} in a call on {device}", "move them to the runtime's device"
-        raise ArgumentError(operation, got, "tensors of one device, the runtime's", do)
-    narrow = form.dtype is dtypes.float4_e2m1 if form.scaling == "nvfp4" else form.dtype.is_fp8
-    if form.scaling not in SCALINGS or not narrow:
-        allowed = "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)"
-        raise ArgumentError(operation, f"cast to {form}", allowed, "choose an FP8 or FP4 format")
-    if not cast.rowwise and not cast.columnwise:
-        allowed = "rowwise, columnwise or both"
-        raise ArgumentError(operation, "a cast to neither orientation", allowed, "ask for an orientation")
-    if cast.stochastic and cast.rng is None:
-        allowed = "rng, an int64 tensor (seed, offset)"
-        raise ArgumentError(operation, "stochastic rounding without rng", allowed, "pass rng=")
-    if form.scaling != "tensor" and (cast.scale is not None or cast.amax is not None):
-        allowed = "a given scale and amax with per-tensor formats only"
-        raise ArgumentError(operation, f"a given scale with {form}", allowed, "leave scale and amax out")
-    if form.scaling != "nvfp4" and (cast.transform or cast.stochastic or cast.four_over_six):
-        got = f"transform, stochastic or four_over_six with {form}"
-        raise ArgumentError(operation, got, "these with nvfp4 only", "leave them out")
-    if form.scaling == "nvfp4":
-        quantize_nvfp4.check(operation, cast)
+    if cast.format.scaling == "nvfp4":
+        quantize_nvfp4.check(op, cast)
 
 
 def check_out(operation: str, device: Device, out: QuantizedTensor, x: Tensor, cast: Cast) -> None:
@@ -127,6 +121,14 @@ def check_out(operation: str, device: Device, out: QuantizedTensor, x: Tensor, c
     _check.stored(operation, device, "out", out, writes=True)
 
 
+@operation(
+    """
+    x [M, K] act
+    cast: How x is quantized (`Cast`).
+    column_sum? [K] act written
+""",
+    runs="quantize quantize_block.quantize_block quantize_mxfp8.quantize_mxfp8 quantize_nvfp4.quantize_nvfp4",
+)
 def quantize(
     rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = None, out: QuantizedTensor | None = None
 ) -> QuantizedTensor:
@@ -136,12 +138,7 @@ def quantize(
     float32: the bias gradient, when x is an output gradient.
     """
     op = "quantize"
-    _check.matrix(op, "x", x)
-    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
     check_cast(op, rt.device, cast)
-    _check.on_device(op, rt.device, x, column_sum)
-    _check.written(op, "column_sum", column_sum)
     if out is None:
         out = allocate(rt, x.shape, cast)  # type: ignore[arg-type]
     else:
@@ -153,16 +150,20 @@ def quantize(
     return out
 
 
+@operation(
+    """
+    q: Quantized matrix.
+    dtype in ACTIVATION_DTYPES: Type of the result.
+    columnwise: Whether the columnwise copy is read. None reads the rowwise one where it is there.
+""",
+    runs="dequantize quantize_block.dequantize_block quantize_mxfp8.dequantize_mxfp8 quantize_nvfp4.dequantize_nvfp4",
+)
 def dequantize(rt: Runtime, q: QuantizedTensor, dtype: DType, *, columnwise: bool | None = None) -> Tensor:
     """The values of a quantized matrix, dense [M, K]; of the rowwise copy where there is one, unless said otherwise.
 
     Of a columnwise nvfp4 copy: [padded(M), K], and in the domain of its Hadamard transform, if it has one (the
     transform mixes the rows of a block of 16, so none of them can be left out).
     """
-    if dtype not in ACTIVATION_DTYPES:
-        raise ArgumentError(
-            "dequantize", str(dtype), ", ".join(d.name for d in ACTIVATION_DTYPES), "choose one of these types"
-        )
     if columnwise is None:
         columnwise = q.rowwise is None
     if (q.columnwise if columnwise else q.rowwise) is None:
@@ -182,37 +183,40 @@ def dense_columns(rt: Runtime, x: Tensor | QuantizedTensor, dtype: DType, column
     return dequantize(rt, x, dtype, columnwise=columns if there else not columns).rows(0, x.shape[0])
 
 
+@operation("""
+    x [M, N]
+    must x.dtype.bits in (8, 16, 32): elements of 8, 16 or 32 bits
+    out? [N, M] x written
+""")
 def transpose(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """A dense transposed copy of a matrix of any 1-, 2- or 4-byte type."""
-    _check.matrix("transpose", "x", x)
-    _check.one_of("transpose", "element size of x", x.dtype.bits, (8, 16, 32))
-    _check.on_device("transpose", rt.device, x)
-    _check.result("transpose", rt.device, "out", out, x.shape[::-1], (x.dtype,))
     if out is None:
         out = rt.empty((x.shape[1], x.shape[0]), x.dtype)
     rt.backend.transpose(rt, x, out)
     return out
 
 
+@operation("""
+    x [...] act
+    must column_sum is None or x.ndim == 2: a matrix x with column_sum; flatten the leading dimensions of x
+    out? [1] f32 written
+    column_sum? [x.shape[1]] act written
+""")
 def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None, column_sum: Tensor | None = None) -> Tensor:
     """Max |x| over all elements that are not NaN, as float32 [1]; 0 for an empty tensor.
 
     `column_sum` [N] receives the column sums of a matrix x in the same pass, as `quantize` has them.
     """
-    _check.dense("amax", "x", x)
-    _check.one_of("amax", "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.on_device("amax", rt.device, x, column_sum)
-    _check.result("amax", rt.device, "out", out, (1,), (dtypes.float32,))
     if out is None:
         out = rt.empty((1,), dtypes.float32)
-    if column_sum is not None:
-        _check.matrix("amax", "x", x)
-        _check.vector("amax", "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
-        _check.written("amax", "column_sum", column_sum)
     rt.backend.amax(rt, x, out, column_sum)
     return out
 
 
+@operation("""
+    tensors: Tensors of one type.
+    out? [len(tensors)] f32 written
+""")
 def amax_many(rt: Runtime, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
     """Max |x| of each of several tensors of one type, as float32 [n]."""
     op, n = "amax_many", len(tensors)
@@ -221,7 +225,6 @@ def amax_many(rt: Runtime, tensors: Sequence[Tensor], *, out: Tensor | None = No
         if t.dtype is not tensors[0].dtype or t.device is not rt.device:
             allowed = f"tensors of one type on {rt.device}"
             raise ArgumentError(op, f"{t!r} beside {tensors[0]!r}", allowed, "call it for each sort")
-    _check.result(op, rt.device, "out", out, (n,), (dtypes.float32,))
     if out is None:
         out = rt.empty((n,), dtypes.float32)
     if n:
@@ -230,13 +233,12 @@ def amax_many(rt: Runtime, tensors: Sequence[Tensor], *, out: Tensor | None = No
     return out
 
 
+@operation("""
+    x [...] act
+    out [2] i64 written: Counts of NaNs and infinities, which are raised.
+""")
 def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
     """Raise out (int64 [2]) by the number of NaNs and of infinities among the elements of x."""
-    _check.dense("count_nonfinite", "x", x)
-    _check.one_of("count_nonfinite", "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.vector("count_nonfinite", "out", out, 2, (dtypes.int64,))
-    _check.on_device("count_nonfinite", rt.device, x, out)
-    _check.written("count_nonfinite", "out", out)
     rt.backend.count_nonfinite(rt, x, out)
 
 
@@ -269,6 +271,13 @@ class ScalingState:
         _check.same_device("ScalingState", self.scale, self.history, self.used)
 
 
+@operation(
+    """
+    states: States of delayed scaling (`ScalingState`).
+    algo in ALGOS: How the amax follows from the history: "max" or "most_recent".
+""",
+    runs="",
+)
 def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
     """The delayed-scaling step of all modules at once (one launch).
 
@@ -281,9 +290,11 @@ def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
     run_update(rt, plan_update(rt, states, algo))
 
 
+@operation("""
+    algo in ALGOS
+""")
 def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> Any:
     """The update of these states as a plan, for callers who repeat it every step (it keeps pointers: see there)."""
-    _check.one_of("update_scales", "algo", algo, ("max", "most_recent"))
     twice = len(states) - len({state.scale.ptr for state in states})
     if twice:  # a GPU would update it in two blocks at once
         raise ArgumentError(
@@ -293,6 +304,9 @@ def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> Any:
     return rt.backend.plan_update(rt, states, algo)
 
 
+@operation("""
+plan: What `plan_update` gave.
+""")
 def run_update(rt: Runtime, plan: Any) -> None:
     """Carry out a planned update. The states' memory must still be where it was."""
     rt.backend.run_update(rt, plan)

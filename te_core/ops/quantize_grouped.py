@@ -15,6 +15,7 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.ops.quantize import allocate, check_cast, check_out, count_nonfinite, quantize
 from te_core.quantized import ONE_BLOCK, Cast, CastKey, Copy, Format, QuantizedTensor, check_room, pieces_of, up
 from te_core.runtime import Runtime
@@ -42,6 +43,12 @@ def bounds_of(splits: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
+@operation("""
+    x [T, K]: Rows of all groups.
+    splits: Rows of the groups, numbers of the host.
+    casts: How each is quantized (`Cast`).
+    column_sums: Vectors that are set to the column sums of each group. None computes none.
+""")
 def quantize_grouped(
     rt: Runtime, x: Tensor, splits: Sequence[int], casts: Sequence[Cast], column_sums: Sequence[Tensor] | None = None
 ) -> list[QuantizedTensor]:
@@ -52,7 +59,6 @@ def quantize_grouped(
     reads it.
     """
     op = "quantize_grouped"
-    _check.matrix(op, "x", x)
     if min(splits, default=0) < 0 or sum(splits) != x.shape[0]:
         got, allowed = f"splits {list(splits)} of {x.shape[0]} rows", "row counts that add up to those of x"
         raise ArgumentError(op, got, allowed, "correct the splits")
@@ -62,6 +68,13 @@ def quantize_grouped(
     return outs
 
 
+@operation(
+    """
+    tensors: Matrices of one width and type.
+    outs: Where the results are written. None allocates them.
+""",
+    runs="quantize_grouped",
+)
 def quantize_many(
     rt: Runtime, tensors: Sequence[Tensor], casts: Sequence[Cast], *, outs: Sequence[QuantizedTensor] | None = None
 ) -> Sequence[QuantizedTensor]:

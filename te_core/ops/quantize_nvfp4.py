@@ -35,21 +35,17 @@ An amax epsilon and powers of two play no part in this format.
 
 from __future__ import annotations
 
-from te_core.errors import ArgumentError
-from te_core.ops import _check
+from te_core.ops.declare import rules
 from te_core.quantized import Cast
 
 
-def check(operation: str, cast: Cast) -> None:
+@rules("""
+    must cast.four_over_six in (None, "MAE", "MSE"): None, MAE or MSE; choose an allowed four_over_six
+    must cast.format.bound in (448, 256): 448 or 256; choose an allowed bound
+    must not (cast.four_over_six and (cast.transform or cast.stochastic)): four_over_six with rounding to nearest,
+        untransformed; leave one of them out
+    must not (cast.format.row_scaled and (cast.transform or cast.stochastic or cast.format.tiled)): an amax for each row
+        with 1x16 blocks, rounded to nearest, untransformed; leave one of them out
+""")
+def check(op: str, cast: Cast) -> None:
     """Of the options of this format, some exclude each other."""
-    form = cast.format
-    _check.one_of(operation, "four_over_six", cast.four_over_six, (None, "MAE", "MSE"))
-    _check.one_of(operation, "bound", form.bound, (448, 256))
-    do = "leave one of them out"
-    if cast.four_over_six and (cast.transform or cast.stochastic):
-        allowed = "four_over_six with rounding to nearest, untransformed"
-        raise ArgumentError(operation, "four_over_six with transform or stochastic", allowed, do)
-    if form.row_scaled and (cast.transform or cast.stochastic or form.tiled):
-        got = f"{form} with transform={cast.transform}, stochastic={cast.stochastic}"
-        allowed = "an amax for each row with 1x16 blocks, rounded to nearest, untransformed"
-        raise ArgumentError(operation, got, allowed, do)

@@ -16,12 +16,11 @@ turned. A position that the table does not have gives NaN: it is known on the de
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import prod  # noqa: F401  (of a declaration)
 
-from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES, DType
-from te_core.errors import ArgumentError
+from te_core.dtypes import DType
 from te_core.ops import _check
+from te_core.ops.declare import exported, operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -76,6 +75,39 @@ class RopeQkvOpSpec:
     alignment: int
 
 
+_PLACED = """
+    fmt in FORMATS: Format in which tokens lie: "sbhd", "bshd" or "thd".
+    interleaved: Whether angles turn neighbouring channels, and not those of the two halves.
+    cp_size: Number of ranks that a sequence is spread over.
+    cp_rank: Number of this rank among them.
+    must 0 <= cp_rank < cp_size: 0 <= cp_rank < cp_size
+    cu_seqlens? [offsets] i32: Running sums of the lengths. None where sequences are not packed.
+    must cu_seqlens is None or (fmt == "thd" and offsets > 0): cu_seqlens, [sequences + 1], with thd only; leave it out
+    start_positions? [sequences] i32: Position of each sequence's first token. None is 0.
+"""
+_SPLIT = """
+    heads: Number of heads.
+    groups: Number of heads of keys and values.
+    head_dims: Channels of a query or key, and of a value.
+    must groups > 0 and heads % groups == 0: heads a multiple of groups; correct the numbers of heads
+    must len(head_dims) == 3 and min(head_dims) > 0: three sizes above 0; correct the sizes of heads
+    interleaved_groups: Whether a row lies group by group, and not queries before keys before values.
+    q_freqs? [...] f32: Angles of the queries. None turns none.
+    k_freqs? [...] f32: Angles of the keys. None turns none.
+"""
+
+
+@operation(
+    _PLACED,
+    """
+    t [...] act strided: Heads to be turned.
+    must t.ndim == len(fmt) and (t.strides is None or t.strides[-1] == 1 or t.shape[-1] == 1): {fmt} with neighbouring
+        channels side by side; correct fmt or t
+    freqs [...] f32: Angles, [positions, 1, 1, channels].
+    backward: Whether heads are turned back.
+    out? =t written
+""",
+)
 def rope(
     rt: Runtime,
     t: Tensor,
@@ -91,21 +123,8 @@ def rope(
     out: Tensor | None = None,
 ) -> Tensor:
     """The heads t [s, b, h, d], [b, s, h, d] or [t, h, d] turned, dense; t may be strided, its channels may not."""
-    op = "rope"
-    _check.one_of(op, "fmt", fmt, tuple(FORMATS))
-    _check.one_of(op, "dtype of t", t.dtype, ACTIVATION_DTYPES)
-    _check.require(
-        t.ndim == len(fmt) and (t.strides is None or t.strides[-1] == 1 or t.shape[-1] == 1),
-        op,
-        f"t = {t!r}",
-        f"{fmt} with neighbouring channels side by side",
-        "correct fmt or t",
-    )
-    _check_table(op, "freqs", freqs, t.shape[-1])
     turn = Turn(fmt, interleaved, cp_size, cp_rank, backward, _count(cu_seqlens))
-    _check_positions(op, t.shape, freqs, turn, cu_seqlens, start_positions)
-    _check.result(op, rt.device, "out", out, t.shape, (t.dtype,))
-    _check.on_device(op, rt.device, t, freqs, cu_seqlens, start_positions)
+    _check_positions("rope", "freqs", t.shape, freqs, turn, start_positions)
     spec = RopeOpSpec(turn, t.shape, t.strides, t.dtype, freqs.shape, _check.off(t, out))
     if out is None:
         out = rt.empty(t.shape, t.dtype)
@@ -113,6 +132,16 @@ def rope(
     return out
 
 
+@operation(
+    _PLACED,
+    _SPLIT,
+    """
+    qkv [...] act: Packed projection.
+    must qkv.ndim > len(fmt) - 2: token dimensions, then channels; correct qkv or fmt
+    must qkv.size == prod(qkv.shape[:len(fmt)-2]) * packed_width(heads, groups, head_dims): {len(fmt) - 2} token
+        dimensions, then {packed_width(heads, groups, head_dims)} channels; correct qkv or the numbers of heads
+""",
+)
 def rope_qkv(
     rt: Runtime,
     qkv: Tensor,
@@ -135,21 +164,11 @@ def rope_qkv(
     The row is [q heads of the group, k, v] for each group if `interleaved_groups`, else all q, all k, all v; it may be
     several dimensions. q or k is turned if it has freqs; v is copied. With heads=0 there is no q (None).
     """
-    op = "rope_qkv"
     lead = qkv.shape[: len(fmt) - 2]
     split = Split(heads, groups, head_dims, interleaved_groups)
     turn = Turn(fmt, interleaved, cp_size, cp_rank, False, _count(cu_seqlens))
     tables = q_freqs, k_freqs
-    _check_split(op, lead, qkv.dtype, split, turn, tables, cu_seqlens, start_positions)
-    width = packed_width(heads, groups, head_dims)
-    _check.require(
-        qkv.is_contiguous and qkv.ndim > len(lead) and qkv.size == prod(lead) * width,
-        op,
-        f"qkv = {qkv!r}",
-        f"dense, {len(lead)} token dimensions, then {width} channels",
-        "correct qkv or the numbers of heads",
-    )
-    _check.on_device(op, rt.device, qkv, *tables, cu_seqlens, start_positions)
+    _check_tables("rope_qkv", lead, split, turn, tables, start_positions)
     spec = RopeQkvOpSpec(turn, split, lead, qkv.dtype, _check.shape(q_freqs), _check.shape(k_freqs), _check.off(qkv))
     q = rt.empty((*lead, heads, head_dims[0]), qkv.dtype) if heads else None
     k = rt.empty((*lead, groups, head_dims[1]), qkv.dtype)
@@ -158,6 +177,16 @@ def rope_qkv(
     return q, k, v
 
 
+@operation(
+    _PLACED,
+    _SPLIT,
+    """
+    dk [...] act: Gradient of the keys.
+    dq: Gradient of the queries. None where there are none.
+    dv: Gradient of the values.
+""",
+    runs="rope_qkv",
+)
 def rope_qkv_backward(
     rt: Runtime,
     dq: Tensor | None,
@@ -183,19 +212,24 @@ def rope_qkv_backward(
     split = Split(heads, groups, head_dims, interleaved_groups)
     turn = Turn(fmt, interleaved, cp_size, cp_rank, True, _count(cu_seqlens))
     tables, parts = (q_freqs, k_freqs), (dq, dk, dv)
-    _check_split(op, lead, dk.dtype, split, turn, tables, cu_seqlens, start_positions)
+    _check_tables(op, lead, split, turn, tables, start_positions)
     for name, t, n, d in zip(("dq", "dk", "dv"), parts, (heads, groups, groups), head_dims, strict=True):
         _check.require(n == 0 or t is not None, op, f"{name} = None", f"a gradient of {n} heads", f"pass {name}")
         _check.require(n > 0 or t is None, op, f"{name} = {t!r}", "None for no heads", f"leave {name} out")
         if t is not None:
             _check.sized(op, name, t, (*lead, n, d), (dk.dtype,))
-    _check.on_device(op, rt.device, *parts, *tables, cu_seqlens, start_positions)
+    _check.on_device(op, rt.device, *parts)
     spec = RopeQkvOpSpec(turn, split, lead, dk.dtype, _check.shape(q_freqs), _check.shape(k_freqs), _check.off(*parts))
     dqkv = rt.empty((*lead, packed_width(heads, groups, head_dims)), dk.dtype)
     rt.backend.rope_qkv(rt, spec, dqkv, parts, tables, cu_seqlens, start_positions)
     return dqkv
 
 
+@exported("""
+    heads: Number of heads.
+    groups: Number of heads of keys and values.
+    head_dims: Channels of a query or key, and of a value.
+""")
 def packed_width(heads: int, groups: int, head_dims: tuple[int, int, int]) -> int:
     """The channels of one token in a packed projection."""
     return heads * head_dims[0] + groups * (head_dims[1] + head_dims[2])
@@ -205,104 +239,40 @@ def _count(cu_seqlens: Tensor | None) -> int | None:
     return None if cu_seqlens is None else cu_seqlens.shape[0]
 
 
-def _check_split(
+def _check_tables(
     op: str,
     lead: tuple[int, ...],
-    dtype: DType,
     split: Split,
     turn: Turn,
     tables: tuple[Tensor | None, Tensor | None],
-    cu_seqlens: Tensor | None,
     start_positions: Tensor | None,
 ) -> None:
-    heads, groups, dims = split.heads, split.groups, split.dims
-    _check.one_of(op, "fmt", turn.fmt, tuple(FORMATS))
-    _check.one_of(op, "dtype", dtype, ACTIVATION_DTYPES)
-    _check.require(
-        groups > 0 and heads % groups == 0 and len(dims) == 3 and min(dims) > 0,
-        op,
-        f"{heads} heads in {groups} groups of sizes {dims}",
-        "heads a multiple of groups, three sizes above 0",
-        "correct the numbers of heads",
-    )
-    for name, freqs, d in (("q_freqs", tables[0], dims[0]), ("k_freqs", tables[1], dims[1])):
+    for name, freqs, d in (("q_freqs", tables[0], split.dims[0]), ("k_freqs", tables[1], split.dims[1])):
         if freqs is not None:
-            _check_table(op, name, freqs, d)
-            _check_positions(op, (*lead, 1, d), freqs, turn, cu_seqlens, start_positions)
-
-
-def _check_table(op: str, name: str, freqs: Tensor, d: int) -> None:
-    shape = tuple(freqs.shape)
-    _check.require(
-        freqs.dtype is dtypes.float32
-        and freqs.is_contiguous
-        and len(shape) in (2, 4)
-        and (len(shape) == 2 or shape[1:3] == (1, 1)),
-        op,
-        f"{name} = {freqs!r}",
-        "float32, dense, [s2, d2] or [s2, 1, 1, d2]",
-        f"correct {name}",
-    )
-    _check.require(
-        shape[-1] % 2 == 0 and shape[-1] <= d,
-        op,
-        f"{shape[-1]} angles for {d} channels",
-        "an even number, at most that of the channels",
-        f"correct {name}",
-    )
+            _check_positions(op, name, (*lead, 1, d), freqs, turn, start_positions)
 
 
 def _check_positions(
-    op: str,
-    shape: tuple[int, ...],
-    freqs: Tensor,
-    turn: Turn,
-    cu_seqlens: Tensor | None,
-    start_positions: Tensor | None,
+    op: str, name: str, shape: tuple[int, ...], freqs: Tensor, turn: Turn, start_positions: Tensor | None
 ) -> None:
-    """Where the tokens of heads of this shape stand, as far as the host can know."""
-    fmt, cp_size, cp_rank = turn.fmt, turn.cp_size, turn.cp_rank
-    token, batch = FORMATS[fmt]
-    _check.require(
-        cp_size >= 1 and 0 <= cp_rank < cp_size,
-        op,
-        f"cp_rank={cp_rank} of cp_size={cp_size}",
-        "0 <= cp_rank < cp_size",
-        "correct them",
-    )
+    """A table has the angles of heads of this shape, and each sequence has a place, as far as the host can know."""
+    size, d = tuple(freqs.shape), shape[-1]
+    do = f"correct {name}"
+    right = len(size) in (2, 4) and (len(size) == 2 or size[1:3] == (1, 1))
+    _check.require(right, op, f"{name} = {freqs!r}", "float32, dense, [s2, d2] or [s2, 1, 1, d2]", do)
+    allowed = "an even number, at most that of the channels"
+    _check.require(size[-1] % 2 == 0 and size[-1] <= d, op, f"{size[-1]} angles for {d} channels", allowed, do)
+    token, batch = FORMATS[turn.fmt]
     if batch is None:
-        if cu_seqlens is None or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-            got = f"thd with cu_seqlens={cu_seqlens!r}"
-            raise ArgumentError(op, got, "int32 [sequences + 1]", "pass cu_seqlens")
-        _check.vector(op, "cu_seqlens", cu_seqlens, cu_seqlens.shape[0], (dtypes.int32,))
-        sequences = cu_seqlens.shape[0] - 1
+        _check.require(turn.cu_seqlens is not None, op, "thd without cu_seqlens", "cu_seqlens with thd", "pass it")
+        sequences = (turn.cu_seqlens or 1) - 1
     else:
-        _check.require(cu_seqlens is None, op, f"{fmt} with cu_seqlens", "cu_seqlens with thd only", "leave it out")
         sequences, length = shape[batch], shape[token]
-        _check.require(
-            cp_size == 1 or length % 2 == 0,
-            op,
-            f"{length} tokens with cp_size={cp_size}",
-            "an even number of tokens",
-            "cut each sequence into 2 * cp_size equal chunks",
-        )
-        _check.require(
-            length * cp_size <= freqs.shape[0],
-            op,
-            f"{length * cp_size} positions, a table of {freqs.shape[0]}",
-            "a row of angles for each position",
-            "make freqs for the longest sequence",
-        )
-    _check.require(
-        start_positions is None
-        or (
-            start_positions.dtype is dtypes.int32
-            and start_positions.ndim == 1
-            and start_positions.is_contiguous
-            and start_positions.shape[0] >= sequences
-        ),
-        op,
-        f"start_positions = {start_positions!r}",
-        f"int32, one for each of {sequences} sequences",
-        "correct start_positions",
-    )
+        got, do = f"{length} tokens with cp_size={turn.cp_size}", "cut each sequence into 2 * cp_size equal chunks"
+        _check.require(turn.cp_size == 1 or length % 2 == 0, op, got, "an even number of tokens", do)
+        length *= turn.cp_size
+        got, do = f"{length} positions, a table of {size[0]}", "make freqs for the longest sequence"
+        _check.require(length <= size[0], op, got, "a row of angles for each position", do)
+    right = start_positions is None or start_positions.shape[0] >= sequences
+    allowed = f"int32, one for each of {sequences} sequences"
+    _check.require(right, op, f"start_positions = {start_positions!r}", allowed, "correct start_positions")

@@ -16,14 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.dtypes import DType
 from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.spelling import choice_error
 from te_core.tensor import Tensor
 
 #: Elements of a row; rows.
 MAX_ROW = MAX_ROWS = 2**31 - 1
+_MASKS = dtypes.bool_, dtypes.uint8
 _CAUSAL = {None: None, "top_left": False, "bottom_right": True}
 
 
@@ -63,6 +65,26 @@ def band_of(causal: str | None, left: int = -1, right: int = -1, bottom_right: b
     return Band(left, right, bottom_right) if found is None else Band(left, max(right, 0), found)
 
 
+_SCORES = """
+    must b * h * sq <= MAX_ROWS and sk <= MAX_ROW: at most {MAX_ROWS} rows of at most as many; split the batch
+    band: Which keys a query sees (`Band`).
+    must min(band.left, band.right) >= -1: bounds of the window from 0 on, -1 for none; correct the window
+    scale: Factor.
+    cu_seqlens_q? [b + 1] i32: Running sums of the lengths of the queries' sequences. None: all are whole.
+    cu_seqlens_kv? [b + 1] i32: Running sums of the lengths of the keys' sequences. None: all are whole.
+    must (cu_seqlens_q is None) == (cu_seqlens_kv is None): both or none; pass the other
+"""
+
+
+@operation(
+    """
+    x [b, h, sq, sk] act: Scores.
+    mask? [...] _MASKS: Mask, not 0 where a score is hidden. None hides nothing.
+    sink? [h] f32: Addend of each head's denominator. None has none.
+    out? =x written
+""",
+    _SCORES,
+)
 def softmax_forward(
     rt: Runtime,
     x: Tensor,
@@ -80,15 +102,9 @@ def softmax_forward(
     mask: bool or uint8 [b or 1, h or 1, sq or 1, sk], dense, True where hidden. cu_seqlens: int32 [b + 1], both or
     none. sink: float32 [h], for "off-by-one" zeros. `out` may be x.
     """
-    op = "softmax_forward"
-    _check_scores(op, "x", x, band)
     b, h, sq, _ = x.shape
     if mask is not None:
-        _check.broadcast(op, "mask", mask, x.shape, (dtypes.bool_, dtypes.uint8))
-    _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
-    _check.vector(op, "sink", sink, h, (dtypes.float32,))
-    _check.result(op, rt.device, "out", out, x.shape, (x.dtype,))
-    _check.on_device(op, rt.device, x, mask, cu_seqlens_q, cu_seqlens_kv, sink)
+        _check.broadcast("softmax_forward", "mask", mask, x.shape, _MASKS)
     padded, off = cu_seqlens_q is not None, _check.off(x, out)
     spec = SoftmaxOpSpec(x.shape, x.dtype, band, _check.shape(mask), padded, sink is not None, off, _check.off(mask))
     if out is None:
@@ -98,6 +114,14 @@ def softmax_forward(
     return out, share
 
 
+@operation(
+    """
+    y [b, h, sq, sk] act: Output of the forward.
+    dy =y
+    share? [b, sq, h] f32: What forward gave as the sink's part. None without a sink.
+""",
+    _SCORES,
+)
 def softmax_backward(
     rt: Runtime,
     dy: Tensor,
@@ -113,47 +137,9 @@ def softmax_backward(
 
     dy and y are not read where the band and the lengths hide scores; a mask shows in y, whose zeros it made.
     """
-    op = "softmax_backward"
-    _check_scores(op, "y", y, band)
-    b, h, sq, _ = y.shape
-    _check.like(op, "dy", dy, y)
-    _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
-    if share is not None:
-        _check.sized(op, "share", share, (b, sq, h), (dtypes.float32,), "pass forward's second result")
-    _check.on_device(op, rt.device, dy, y, share, cu_seqlens_q, cu_seqlens_kv)
     padded, off = cu_seqlens_q is not None, _check.off(dy, y)
     spec = SoftmaxOpSpec(y.shape, y.dtype, band, None, padded, share is not None, off)
     dx = rt.empty(y.shape, y.dtype)
-    dsink = None if share is None else rt.empty((h,), dtypes.float32)
+    dsink = None if share is None else rt.empty((y.shape[1],), dtypes.float32)
     rt.backend.softmax_backward(rt, spec, dy, y, (cu_seqlens_q, cu_seqlens_kv), (share, dsink), dx, scale)
     return dx, dsink
-
-
-def _check_scores(op: str, name: str, x: Tensor, band: Band) -> None:
-    _check.require(
-        x.ndim == 4 and x.is_contiguous and x.dtype in ACTIVATION_DTYPES,
-        op,
-        f"{name} = {x!r}",
-        "dense [b, h, sq, sk] of float32, bfloat16 or float16",
-        f"correct {name}",
-    )
-    _check.require(
-        x.shape[0] * x.shape[1] * x.shape[2] <= MAX_ROWS and x.shape[3] <= MAX_ROW,
-        op,
-        f"{name} = {x!r}",
-        f"at most {MAX_ROWS} rows of at most as many",
-        "split the batch",
-    )
-    _check.require(
-        min(band.left, band.right) >= -1,
-        op,
-        f"window ({band.left}, {band.right})",
-        "bounds from 0 on, -1 for none",
-        "correct the window",
-    )
-
-
-def _check_lengths(op: str, batch: int, cu_q: Tensor | None, cu_kv: Tensor | None) -> None:
-    _check.require((cu_q is None) == (cu_kv is None), op, "cu_seqlens of one side", "both or none", "pass the other")
-    _check.vector(op, "cu_seqlens_q", cu_q, batch + 1, (dtypes.int32,))
-    _check.vector(op, "cu_seqlens_kv", cu_kv, batch + 1, (dtypes.int32,))

@@ -12,16 +12,22 @@ noise  (x - c * s)^2. NVFP4 is dequantized before: it has neither overflows nor 
 from __future__ import annotations
 
 from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.errors import ArgumentError
 from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.ops.quantize import dequantize, transpose
 from te_core.quantized import Format, QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.statistics import SLOTS
+from te_core.statistics import SLOTS  # noqa: F401  (of the declaration)
 from te_core.tensor import Tensor
 
 
+@operation("""
+    x [...] act
+    record [SLOTS] f64 written: Statistics that are merged into.
+    q: x quantized, which is compared with x. None compares nothing.
+    columnwise: Whether the columnwise copy is read.
+""")
 def statistics(
     rt: Runtime, x: Tensor, record: Tensor, q: QuantizedTensor | None = None, *, columnwise: bool = False
 ) -> None:
@@ -29,12 +35,7 @@ def statistics(
 
     q, if given, is x [M, K] quantized: its rowwise copy is compared with x, or its columnwise one.
     """
-    operation = "statistics"
-    _check.dense(operation, "x", x)
-    _check.one_of(operation, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-    _check.vector(operation, "record", record, SLOTS, (dtypes.float64,))
-    _check.on_device(operation, rt.device, x, record)
-    _check.written(operation, "record", record)
+    op = "statistics"
     if not x.size:
         return
     if q is None:
@@ -43,14 +44,14 @@ def statistics(
     data, scale = (q.columnwise, q.columnwise_scale) if columnwise else (q.rowwise, q.rowwise_scale)
     if data is None:
         got = f"{q!r} without the copy that columnwise={columnwise} names"
-        raise ArgumentError(operation, got, "a tensor that holds it", "ask for the other copy")
-    _check.stored(operation, rt.device, "q", q)
+        raise ArgumentError(op, got, "a tensor that holds it", "ask for the other copy")
+    _check.stored(op, rt.device, "q", q)
     if columnwise and q.format.scaling == "nvfp4":
         allowed = "the rowwise copy of nvfp4: the other one may be transformed"
-        raise ArgumentError(operation, f"the columnwise copy of {q!r}", allowed, "compare that one")
+        raise ArgumentError(op, f"the columnwise copy of {q!r}", allowed, "compare that one")
     flat = x if len(x.shape) == 2 else x.matrix()
     if tuple(flat.shape) != tuple(q.shape):
-        raise ArgumentError(operation, f"q = {q!r} of {x!r}", "q of x's shape", "correct q")
+        raise ArgumentError(op, f"q = {q!r} of {x!r}", "q of x's shape", "correct q")
     form: Format | None = q.format
     if q.format.scaling == "nvfp4":
         data, scale, form = dequantize(rt, q, dtypes.float32, columnwise=False), None, None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from te_core import dtypes
-from te_core.ops import _check
+from te_core.ops.declare import operation
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -12,6 +11,16 @@ from te_core.tensor import Tensor
 TILE = (128, 4)
 
 
+@operation(
+    """
+    scale [R, C] u8: Scales of a copy, one byte each.
+    must scale.device.kind != "cuda" or not scale.ptr & 15: scales at a multiple of 16 bytes; pass a copy
+    transposed: Whether `scale` is held as [C, R].
+    must scale.shape[transposed] % TILE[0] == 0 == scale.shape[not transposed] % TILE[1]: whole tiles of {TILE[0]} rows
+        and {TILE[1]} blocks; pass the whole padded scale of a copy
+""",
+    runs="quantize_mxfp8.swizzle_scales",
+)
 def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> Tensor:
     """The scales [R, C] of a copy, one byte each, in cuBLASLt's order: the same shape, other places.
 
@@ -21,25 +30,6 @@ def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> T
 
     transposed: `scale` is held as [C, R], as an mxfp8 columnwise copy holds it. The result then has that shape too.
     """
-    op = "swizzle_scales"
-    _check.matrix(op, "scale", scale)
-    _check.on_device(op, rt.device, scale)
-    _check.require(
-        scale.device.kind != "cuda" or not scale.ptr & 15,
-        op,
-        f"scale = {scale!r} at address {scale.ptr:#x}",
-        "scales at a multiple of 16 bytes",
-        "pass a copy",
-    )
-    _check.one_of(op, "dtype of scale", scale.dtype, (dtypes.uint8,))
-    rows, blocks = scale.shape[::-1] if transposed else scale.shape
-    _check.require(
-        rows % TILE[0] == 0 and blocks % TILE[1] == 0,
-        op,
-        f"scale = {scale!r}, transposed={transposed}",
-        f"whole tiles of {TILE[0]} rows and {TILE[1]} blocks",
-        "pass the whole padded scale of a copy",
-    )
     out = rt.empty(scale.shape, scale.dtype)
     rt.backend.swizzle_scales(rt, scale, out, transposed)
     return out

@@ -56,7 +56,7 @@ from te_torch.base.plans import Prepared
 from te_torch.doors import either
 from te_torch.export.handed import Handed
 from te_torch.forks import fork_of
-from te_torch.function import noting
+from te_torch.noting import noting
 from te_torch.parallel.context.groups import context_groups
 from te_torch.parallel.groups import check_reduction
 from te_torch.precisions import precision_of

@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from te_torch.autocast import Now
 from te_torch.calls import Call
 from te_torch.draws import random_pair
-from te_torch.forks import Fork
-from te_torch.function import Noted, Run, noting, run_node
+from te_torch.function import Run, run_node
 from te_torch.nonfinite import Counted
+from te_torch.noting import Drawn, Noted, Of, noting
 from te_torch.replays import Found
 from te_torch.runtime import amp_dtype, outside_autocast, runtime_for
 
@@ -34,20 +34,6 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _dtype_of = attrgetter("dtype")
 #: Source of a layer's input that a plan cannot collect.
 UNKNOWN: Any = object()
-
-
-class Of(NamedTuple):
-    """Source of a layer's input: a parameter of a part of the module, or several that are joined."""
-
-    unit: Any
-    names: tuple[str, ...]
-
-
-class Drawn(NamedTuple):
-    """Source of a layer's input that is a random pair, drawn in this fork; those of a low `order` are drawn first."""
-
-    fork: Fork | None
-    order: int = 0
 
 
 class Join(NamedTuple):
@@ -71,6 +57,7 @@ class Prepared(NamedTuple):
     weights: Sequence[str] = ()  # whose `_extra` it is
     shaped: bool = False  # it depends on the shapes of the module's inputs
     last: Sequence[tuple[str, Any]] = ()  # what reports are told of it: attributes of the module
+    noted: Sequence[Noted] = ()  # of a graph: the calls that are its nodes
 
 
 class Plan:
@@ -88,6 +75,7 @@ class Plan:
         "_number",
         "_options",
         "_order",
+        "_parts_ask",
         "_recompute",
         "_rule",
         "_samples",
@@ -107,18 +95,19 @@ class Plan:
         self.call: Call = prepared.call
         self.last = (("_last", prepared.call), *prepared.last)
         self._version, self._options, self._weights = unit._version, options, prepared.weights
+        self._parts_ask: Any = None  # of a graph: see `GraphPlan`
         self._number, self._recompute = now[0], now[1]
         self._amp_on = _amp_on()
         self._amp = amp_dtype(inputs[0].device.type) if self._amp_on else None
-        self._rule = self._rules(unit, prepared.state)
+        self._rule = self._rules(unit, prepared)
         self._shapes, self._sources = shapes_of(inputs) if prepared.shaped else None, prepared.sources
         self._collect(unit, prepared, inputs)
         #: Of the input and the weights, where the weights may be quantized before it is known whether the call fits.
-        self._dtypes = [prepared.tensors[i].dtype for i in (0, *self.call.layer.weights)] if prepared.weights else []
+        self._dtypes = [prepared.tensors[i].dtype for i in (0, *self.call.weights)] if prepared.weights else []
 
-    def _rules(self, unit: Any, state: Any) -> Any:
+    def _rules(self, unit: Any, prepared: Prepared) -> Any:
         """The rule that the module's state has to follow; None where there is no state."""
-        return None if state is None else unit.fp8_state.precision
+        return None if prepared.state is None else unit.fp8_state.precision
 
     def _collect(self, unit: Any, prepared: Prepared, inputs: Sequence[Any]) -> None:
         """How the layer's inputs are chosen from a pool: inputs, parameters, pairs, what was joined, nothing."""
@@ -221,11 +210,14 @@ class Plan:
         call, tensors, rt = self.call, self._order(pool), runtime_for(pool[0])
         of_call = call.options
         if self._weights:
-            weights = [*map(tensors.__getitem__, call.layer.weights)]
-            x = tensors[0]  # an error that the interpreted call raises comes before it quantizes
-            if [*map(_dtype_of, (x, *weights))] != self._dtypes or x.shape[-1:] != weights[0].shape[-1:]:
+            weights, x = [*map(tensors.__getitem__, call.weights)], tensors[0]
+            # An error that the interpreted call raises comes before it quantizes.
+            if [*map(_dtype_of, (x, *weights))] != self._dtypes:
                 return None
-            extra = unit._extra(self._weights, weights, number, state, recompute, options[0])
+            if self._shapes is None and x.shape[-1:] != weights[0].shape[-1:]:
+                return None
+            ask = unit._extra if self._parts_ask is None else self._extra_of_parts
+            extra = ask(self._weights, weights, number, state, recompute, options[0])
             if extra is not None:
                 of_call = extra.with_options(of_call)
         for replay in call.forward.known:
@@ -233,7 +225,7 @@ class Plan:
             if given is not None:
                 break
         else:
-            return self._unknown(unit, state, tensors)
+            return self._unknown(unit, state, tensors, extra)
         if replay is not call.forward.known[0]:
             call.forward.first(replay)
         if self._drawn:
@@ -244,12 +236,14 @@ class Plan:
             return None
         else:
             outputs = replay.forward(rt, *given)[0]
-        if noting.calls is not None:
-            plain = extra is None and not recompute
-            noting.calls.append(Noted(call, tensors, outputs, unit, self._sources, state, plain))
+        if noting.notes is not None:
+            asked = self._weights, options[0] if self._weights else None
+            noting.notes.calls.append(
+                Noted(call, tensors, outputs, unit, self._sources, state, extra, recompute, *asked)
+            )
         return outputs
 
-    def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...], extra: Any) -> tuple[Any, ...] | None:
         """The outputs of a call that is like the prepared one, but like none that was recorded."""
         return None
 

@@ -17,11 +17,11 @@ import torch
 from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_torch.base.module import wants_grad
-from te_torch.base.plans import Drawn
 from te_torch.calls import made_of_constants
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.function import Call, apply, of_table, register
+from te_torch.noting import Drawn
 
 ADD = of_table("bias_dropout_add", core.AddSaved, twins=(0, 2), plain=layers.bias_dropout_add)
 

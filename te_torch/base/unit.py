@@ -10,8 +10,9 @@ from te_core.tape import taped
 from te_torch.autocast import NOWHERE, Now, precision_in_eager, precision_now
 from te_torch.base.plans import Plan, Prepared
 from te_torch.base.sharding import MarkedModule
-from te_torch.function import apply, noting
+from te_torch.function import apply
 from te_torch.likeness import enrolled
+from te_torch.noting import noting
 from te_torch.surroundings import dispatch_modes, functorch_active
 
 _MOST_PLANS = 16  # that a module keeps; the one that was used least recently goes first
@@ -23,7 +24,12 @@ class Unit(MarkedModule):
 
     _in_regions = False  # whether regions of low precision change what it does
     _reads_settings = False  # whether environment variables change what it does: see `_settings`
+    as_made: tuple[Any, Any]
     _has_parts = False  # whether parts of it ask by themselves what a checkpoint runs again
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.as_made = cls.forward, cls.__call__  # what a call runs, unless a program sets another one on the class
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +113,7 @@ class Unit(MarkedModule):
         made = self._prepare(inputs, options, now)
         call, tensors = made.call, made.tensors
         outputs = apply(call, made.state, made.recompute, *tensors, extra=made.extra, caller=self._token)
-        noting.by(self, made.sources)
+        noting.by(self, made.sources, made.weights, *options[:1])
         self._plan(made, inputs, options, now)
         return self._returned(outputs, inputs)
 

@@ -14,7 +14,7 @@ from te_torch.autocast import Now
 from te_torch.base.module import BaseModule, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
-from te_torch.base.plans import Drawn, Prepared
+from te_torch.base.plans import Prepared
 from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
 from te_torch.base.unit import Unit
 from te_torch.calls import OF_NORM_LINEAR
@@ -25,6 +25,7 @@ from te_torch.forks import fork_of
 from te_torch.function import Call, of_table, register
 from te_torch.modules.linear import SplitParameters, empty_bias, returned_bias
 from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins
+from te_torch.noting import Drawn
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, check_input, default_device
@@ -227,7 +228,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         if self.return_bias:
             out, *rest = outputs
             bias = self._joined_bias(out.dtype)
-            return out, empty_bias(out) if bias is None else returned_bias(self, bias), *rest
+            return out, empty_bias(out) if bias is None else returned_bias(self, bias, self._part_names["bias"]), *rest
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _new_call(

@@ -15,7 +15,7 @@ from te_core.spelling import choice_error
 from te_torch.autocast import Now
 from te_torch.base.module import normal_init, wants_grad
 from te_torch.base.options import check_options
-from te_torch.base.plans import Drawn, Prepared
+from te_torch.base.plans import Prepared
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
 from te_torch.draws import random_pair
@@ -24,6 +24,7 @@ from te_torch.forks import fork_of
 from te_torch.function import Call, of_table, register
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import empty_bias, returned_bias
+from te_torch.noting import Drawn
 from te_torch.parallel.overlap import flags_of
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
@@ -196,7 +197,7 @@ class LayerNormMLP(NormParameters):
         if self.return_bias:
             out, *rest = outputs
             bias = self._bias("fc2_bias", out.dtype)
-            return out, empty_bias(out) if bias is None else returned_bias(self, bias), *rest
+            return out, empty_bias(out) if bias is None else returned_bias(self, bias, ("fc2_bias",)), *rest
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from te_torch.autocast import Now
 from te_torch.base.module import BaseModule, normal_init
 from te_torch.base.options import check_options
 from te_torch.base.original_input import keeps_original
-from te_torch.base.plans import Drawn, Prepared
+from te_torch.base.plans import Prepared
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.watching import Choice
 from te_torch.base.weights import check_whole
@@ -26,6 +26,7 @@ from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
 from te_torch.function import Call, of_table, register
+from te_torch.noting import Drawn, Of, noting
 from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, check_input, default_device, outside_autocast
 from te_torch.values import check_flags, is_size
@@ -172,7 +173,7 @@ def empty_bias(out: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=out.dtype, device=out.device)
 
 
-def returned_bias(module: BaseModule, bias: torch.Tensor) -> torch.Tensor:
+def returned_bias(module: BaseModule, bias: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
     """The bias as `return_bias` gives it, to be read after the module's forward: a copy, where an engine frees the
     parameter's memory then (FSDP1 hands out views of one flat tensor).
 
@@ -183,10 +184,12 @@ def returned_bias(module: BaseModule, bias: torch.Tensor) -> torch.Tensor:
         bias.__class__ is not Parameter and either(torch.Tensor._is_view, _never)(bias)  # no graph break
     ):
         return bias.clone()
-    return bias if torch.is_grad_enabled() else bias.detach()
+    bias = bias if torch.is_grad_enabled() else bias.detach()
+    either(noting.came, _never)(bias, Of(module, names))
+    return bias
 
 
-def _never(bias: torch.Tensor) -> bool:
+def _never(*_: Any) -> bool:
     return False
 
 
@@ -328,7 +331,7 @@ class Linear(SplitParameters):
         if not self.return_bias:
             return out
         bias = self._joined_bias(out.dtype)
-        return out, (empty_bias(out) if bias is None else returned_bias(self, bias))
+        return out, (empty_bias(out) if bias is None else returned_bias(self, bias, self._part_names["bias"]))
 
     def _facts(self) -> tuple[Any, ...]:
         return *super()._facts(), self.save_original_input

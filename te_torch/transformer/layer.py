@@ -20,6 +20,7 @@ from te_torch import offloading
 from te_torch.attention import choose, env
 from te_torch.attention.inference import InferenceParams
 from te_torch.autocast import Now
+from te_torch.base.graph import GraphPlan, composed
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_options, window_of
 from te_torch.base.parallel import compare_options
@@ -27,16 +28,15 @@ from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.base.unit import Unit
 from te_torch.draws import random_pair
 from te_torch.forks import fork_of
-from te_torch.function import noting
 from te_torch.module_names import next_name, shown, warn_ignored
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.noting import noting
 from te_torch.parallel.overlap import Flags, flags_of
 from te_torch.runtime import amp_cast
 from te_torch.surroundings import dispatch_modes
 from te_torch.transformer.drop_path import DropPath
 from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes
-from te_torch.transformer.whole import LayerPlan, composed
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -77,8 +77,8 @@ _ATTENTION = (
 )
 
 
-#: Which of forward's arguments behind the first are tensors, or bring some; and where the angles are.
-_TENSORS, _ANGLES = (0, 4, 5, 11, 14, 15, 16, 17, 18, 19), 12
+#: Which of forward's arguments behind the first are tensors, or two.
+_TENSORS = (0, 4, 5, 12, 14, 15, 16, 17, 18, 19)
 
 
 class Arguments(NamedTuple):
@@ -114,7 +114,7 @@ class TransformerLayer(Unit):
     """One layer of a Transformer, in the precision of the active `autocast` region.
 
     It runs as one call with one node of autograd where nothing stands between its parts
-    (te_torch/transformer/whole.py). With `one_node = False`, an attribute to be set at any time, the parts always run
+    (te_torch/base/graph.py). With `one_node = False`, an attribute to be set at any time, the parts always run
     one by one: gradients of a part then arrive before those of the part before it are computed.
 
     Raises:
@@ -363,32 +363,29 @@ class TransformerLayer(Unit):
             fast_zero_fill,
             pad_between_seqs,
         )
-        angles: Any = rotary_pos_emb if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb,) * 2
-        if rotary_pos_emb is None:
-            angles = ()
-        if (
-            not self.one_node
-            or offloading.active.context is not None
-            or not all([given[i] is None for i in _TENSORS])
-            or not (len(angles) in (0, 2) and all([isinstance(t, torch.Tensor) for t in angles]))
-        ):
+        if not self.one_node or offloading.active.context is not None or inference_params is not None:
             return self._run_parts(hidden_states, given)
-        if angles:
-            given = (*given[:_ANGLES], None, *given[_ANGLES + 1 :])
-        y: torch.Tensor = self._call((hidden_states, *angles), given)
+        inputs, options = (hidden_states,), given
+        present = [place for place in _TENSORS if given[place] is not None]
+        if present:
+            each = [given[p] if isinstance(given[p], (tuple, list)) else (given[p],) for p in present]
+            inputs = (hidden_states, *[t for some in each for t in some])
+            if not all([isinstance(t, torch.Tensor) for t in inputs]):
+                return self._run_parts(hidden_states, given)  # which says what is wrong
+            # What the parts make of tensors depends on which are there, and on which of them are one.
+            shared = tuple([next(i for i, other in enumerate(inputs) if other is t) for t in inputs])
+            there = tuple([(place, len(some)) for place, some in zip(present, each, strict=True)])
+            options = (*[None if place in present else value for place, value in enumerate(given)], there, shared)
+        y: torch.Tensor = self._call(inputs, options)
         return y
 
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
         """Run the parts, and see whether they can run as one from now on."""
-        before, noting.calls = noting.calls, []
-        try:
+        with noting.begun() as notes:
             y = self._traced(inputs, options[0])
-            calls = noting.calls
-        finally:
-            noting.calls = before
-        made = composed(self, inputs, y, calls) if taped.when() != "never" and not dispatch_modes() else None
+        made = composed(self, inputs, y, notes) if taped.when() != "never" and not dispatch_modes() else None
         if made is not None:
-            plan = LayerPlan.of(self, made, inputs, options, now)
+            plan = GraphPlan.of(self, made, inputs, options, now)
             if plan is not None:
                 self._plan_first(plan)
         return y
@@ -397,10 +394,11 @@ class TransformerLayer(Unit):
         return env.settings(), choose.generation[0]
 
     def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-        x, *angles = inputs
-        if angles:
-            options = (*options[:_ANGLES], tuple(angles), *options[_ANGLES + 1 :])
-        return self._run_parts(x, options)
+        x, *tensors = inputs
+        given = [*options[: len(Arguments._fields)]]
+        for place, count in options[len(given)] if tensors else ():
+            given[place], tensors = tensors[0] if count == 1 else tuple(tensors[:count]), tensors[count:]
+        return self._run_parts(x, tuple(given))
 
     def _run_parts(self, hidden_states: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
         """The layer's output, part by part; `given`: forward's other arguments."""
@@ -420,7 +418,8 @@ class TransformerLayer(Unit):
         if self.parallel_attention_mlp:
             out, x = attended
             other, x = mlp(Branch(x), g.is_first_microbatch)
-            return self._added((out + other, None, x), self.drop_path).added()
+            both = bias_dropout_add(other, None, out, 0.0)
+            return self._added((both, None, x), self.drop_path).added()
         read = self._added(attended, self.drop_path)
         if self.layer_type == "decoder":
             read = self._added(self._attend("inter_attention", read, g, enc_dec_mask_type), None)

@@ -3,6 +3,7 @@ of parts calls them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -12,38 +13,19 @@ import numpy as np
 from te_core import ops
 from te_core.attention import AttentionSpec
 from te_core.dtypes import DType
-from te_core.layers import (
-    attention,
-    attention_fp8,
-    linear,
-    mlp,
-    multihead,
-    norm,
-    norm_linear,
-    residual,
-    rope,
-    transformer,
-)
+from te_core.layers import attention, attention_fp8, graph, linear, mlp, norm, norm_linear, residual, rope
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionNeeds
 from te_core.layers.attention_fp8 import AttentionFp8Spec
+from te_core.layers.blocks import TERMS, AttentionBlock, TransformerBlock
 from te_core.layers.communicator import Communicator
+from te_core.layers.graph import Graph
 from te_core.layers.linear import LinearSpec, Needs, Sink
 from te_core.layers.mlp import MLPSpec
-from te_core.layers.multihead import Angles, MultiheadDraws, MultiheadInputs, MultiheadSpec, MultiheadWeights, Parts
-from te_core.layers.multihead import Residual as BranchInputs
 from te_core.layers.norm import NormSpec
 from te_core.layers.norm_linear import NormLinearSpec
 from te_core.layers.parallel import Split
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_core.layers.rope import RopeSpec, SplitSpec
-from te_core.layers.transformer import (
-    LayerDraws,
-    LayerParts,
-    MLPWeights,
-    NormWeights,
-    TransformerInputs,
-    TransformerSpec,
-)
 from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve, the_one
@@ -149,7 +131,7 @@ class Layer:
         """Any of the norms."""
         return NormSpec(BF16, self.kind, 1e-5)
 
-    def multihead(self, before: bool, stream: Stream | None, cross: bool = False) -> MultiheadSpec:
+    def multihead(self, before: bool, stream: Stream | None, cross: bool = False) -> AttentionBlock:
         """An attention; `before`: a gradient of its input is wanted."""
         wants, normed = self.wants, self.normed and not self.output
         bias = self.bias and wants.biases
@@ -187,7 +169,7 @@ class Layer:
             layer = AttentionFp8Spec(layer, rule, BF16, bool(out), hand and not cross)
         alone = self.alone or self.beside
         proj = self.linear(Needs(any((q, kv, scores, sink)), wants.proj, alone and bias), "row", quantize_grad=grad)
-        return MultiheadSpec(project, layer, proj, not alone, pair, split, turn)
+        return AttentionBlock(project, layer, proj, not alone, pair, split, turn)
 
     def spec(self) -> Any:
         """The layer's."""
@@ -219,7 +201,7 @@ class Layer:
             again=self.again,
         )
         closing = AddSpec(self.p, BranchNeeds(any(fc2), added and not self.beside, any(fc2)))
-        return TransformerSpec(first, inner, closing, crossed, self.norm if self.output else None, self.beside)
+        return TransformerBlock(first, inner, closing, crossed, self.norm if self.output else None, self.beside)
 
     # ---------------------------------------------------------------------------------------- the tensors
 
@@ -227,123 +209,85 @@ class Layer:
         """The dimensions of tokens."""
         return {"sbhd": (self.tokens, 2), "bshd": (2, self.tokens), "thd": (2 * self.tokens,)}[self.form]
 
-    def attention_inputs(self, make: Maker, spec: MultiheadSpec) -> MultiheadInputs:
-        """Those of an attention."""
-        h, q, kv = self.hidden, self.heads * self.d, self.groups * self.d
-        of = lambda *shape: make(*shape) if self.bias else None  # noqa: E731
-        cross = spec.key_value is not None
-        width = q if cross else q + 2 * kv
-        held = lambda *shape: make.weight(shape, self.precision(), self.held)  # noqa: E731
-        gamma, beta = make(h), make(h) if "Layer" in self.kind else None
-        if not isinstance(spec.qkv, NormLinearSpec):
-            gamma = beta = None  # type: ignore[assignment]
-        weights = MultiheadWeights(held(width, h), of(width), held(h, q), of(h), gamma, beta)
-        core = multihead.attention_of(spec).core
-        terms = AttentionInputs(None, rng=make.rng() if core.dropout else None)
-        if core.padded:
+    def values(self, make: Maker, spec: Graph) -> dict[str, Any]:
+        """A tensor for each of the layer's inputs, by name."""
+        return {name: self._value(name, make) for name in spec.inputs}
+
+    def _value(self, name: str, make: Maker) -> Any:
+        part = name.removeprefix("inter_attention_")
+        q, kv, wide = self.heads * self.d, self.groups * self.d, self.inner * (1 + ops.is_gated(self.activation))
+        rows = {"key_value": 2 * kv, "proj": self.hidden, "layernorm_mlp_fc1": wide, "layernorm_mlp_fc2": self.hidden}
+        rows |= {"layernorm_qkv": q + 2 * kv, "qkv": q + 2 * kv, "layernorm_query": q, "query_layer": q}
+        owner, _, kind = part.rpartition("_")
+        if part in ("x", "encoded"):
+            return make(*self.lead(), self.hidden)
+        if part.endswith("_rng"):
+            return make.rng()
+        if part.endswith("angles"):
+            return make(self.tokens, 1, 1, self.d, dtype=FP32)
+        if "cu_seqlens" in part:
             sums = np.array([0, self.tokens - 3, 2 * self.tokens - 5], np.int32)
-            cu = make.rt.tensor(sums) if make.rt.device.kind == "cpu" else make(3, dtype=I32)
-            terms = terms._replace(cu_q=cu, cu_kv=cu)
-        if core.bias == "post_scale_bias":
-            terms = terms._replace(bias=make(1, self.heads, self.tokens, self.tokens))
-        if core.softmax == "learnable":
-            terms = terms._replace(sink=make(self.heads, dtype=FP32))
-        draws = MultiheadDraws(make.rng(), make.rng(), make.rng() if cross else None)
-        found = MultiheadInputs(weights, terms, draws)
-        if cross:
-            weights = weights._replace(key_value=held(2 * kv, h), key_value_bias=of(2 * kv))
-            found = found._replace(weights=weights, encoded=make(*self.lead(), h))
-        if self.turned:
-            angles = [make(self.tokens, 1, 1, self.d, dtype=FP32) for _ in range(2)]
-            cu = terms.cu_q if self.form == "thd" else None
-            found = found._replace(angles=Angles(*angles, cu, cu))
-        return found
+            return make.rt.tensor(sums) if make.rt.device.kind == "cpu" else make(3, dtype=I32)
+        if part == "core_attention_bias":
+            return make(1, self.heads, self.tokens, self.tokens)
+        if part == "softmax_offset":
+            return make(self.heads, dtype=FP32)
+        if owner.endswith("layer_norm") or owner == "layernorm":
+            return make(self.hidden) if kind == "weight" or "Layer" in self.kind else None
+        if kind == "bias":
+            return make(rows[owner]) if self.bias else None
+        assert kind == "weight", name
+        width = {"proj": q, "layernorm_mlp_fc2": self.inner}.get(owner, self.hidden)
+        return make.weight((rows[owner], width), self.precision(), self.held)
 
-    def inputs(self, make: Maker, spec: Any) -> tuple[Tensor, Any]:
-        """(x, what is given besides)."""
-        x = make(*self.lead(), self.hidden)
-        if self.alone:
-            return x, self.attention_inputs(make, spec)
-        first = self.attention_inputs(make, spec.attention)
-        wide = self.inner * (2 if ops.is_gated(self.activation) else 1)
-        norms = [make(self.hidden), make(self.hidden) if "Layer" in self.kind else None]
-        of = lambda n: make(n) if self.bias else None  # noqa: E731
-        w1, w2 = (
-            make.weight(shape, self.precision(), self.held)
-            for shape in ((wide, self.hidden), (self.hidden, self.inner))
-        )
-        weights = MLPWeights(*norms, w1, of(wide), w2, of(self.hidden))
-        draws = LayerDraws(make.rng(), make.rng(), make.rng(), make.rng())
-        crossed = None if spec.cross is None else self.attention_inputs(make, spec.cross)
-        output = NormWeights(*norms) if self.output else NormWeights()
-        return x, TransformerInputs(first, weights, draws, crossed, output)
-
-    def states(self, make: Maker) -> Any:
-        """A scaling state for each part that has one."""
+    def states(self, make: Maker, spec: Graph) -> tuple[Scales | None, ...]:
+        """A scaling state for each node that has one."""
         history = self.recipe == "delayed"
-        if not history and not self.fp8:
-            return LayerParts() if not self.alone else Parts()
+        return tuple(
+            make.scales(node.rows) if node.rows and (history or not node.products) else None for node in spec.nodes
+        )
 
-        def of() -> Parts:
-            each = [make.scales(1) if history else None for _ in range(3)]
-            own = make.scales(3) if self.fp8 else None
-            return Parts(each[0], own, each[1], each[2] if self.cross else None)
+    def sinks(self, make: Maker, values: dict[str, Any]) -> dict[str, Sink | None]:
+        """Where weights' gradients go, by their names."""
+        return {w: tape_cases.sink(make, self.sink, values[w].shape) for w in weights_of(values) if self.sink}
 
-        if self.alone:
-            return of()
-        return LayerParts(of(), make.scales(2) if history else None, of() if self.cross else ())
-
-    def sinks(self, make: Maker, given: Any) -> Any:
-        """Where weights' gradients go."""
-
-        def to(w: Any) -> Sink | None:
-            wanted = self.sink and w is not None
-            return tape_cases.sink(make, self.sink, w.shape) if wanted else None
-
-        def of(one: MultiheadInputs | None) -> Any:
-            return (
-                () if one is None else Parts(to(one.weights.qkv), None, to(one.weights.proj), to(one.weights.key_value))
-            )
-
-        if self.alone:
-            return of(given)
-        return LayerParts(of(given.attention), (to(given.mlp.fc1), to(given.mlp.fc2)), of(given.cross))
-
-    def copies(self, make: Maker, given: Any) -> Any:
-        """Weights quantized before."""
+    def copies(self, make: Maker, values: dict[str, Any]) -> dict[str, Any]:
+        """Weights quantized before, by their names."""
         p = self.precision()
+        if p is None or not self.ready:
+            return {}
+        return {w: make.quantized(values[w].shape, p.weight, "both") for w in weights_of(values)}
 
-        def to(w: Any) -> Any:
-            return None if w is None or p is None or not self.ready else make.quantized(w.shape, p.weight, "both")
-
-        def of(one: MultiheadInputs | None) -> Any:
-            return (
-                () if one is None else Parts(to(one.weights.qkv), None, to(one.weights.proj), to(one.weights.key_value))
-            )
-
-        if self.alone:
-            return of(given)
-        return LayerParts(of(given.attention), (to(given.mlp.fc1), to(given.mlp.fc2)), of(given.cross))
-
-    @property
-    def module(self) -> Any:
-        """The core's."""
-        return multihead if self.alone else transformer
+    def given(self, make: Maker, spec: Graph) -> tuple[dict[str, Any], Any, Any]:
+        """(tensors, scaling states, weights quantized before)."""
+        values = self.values(make, spec)
+        return values, self.states(make, spec), self.copies(make, values)
 
     def __call__(self, rt: Runtime, comm: Communicator | None = None) -> Round:
         """One round, on this rank."""
-        make, spec, spread = Maker(rt), self.spec(), {} if comm is None else {"comm": comm}
-        x, given = self.inputs(make, spec)
-        states, sinks, copies = self.states(make), self.sinks(make, given), self.copies(make, given)
+        make, spec, spread = Maker(rt), self.spec().graph(), {} if comm is None else {"comm": comm}
+        values, states, copies = self.given(make, spec)
+        sinks = in_order(spec, self.sinks(make, values))
 
         def backward(outputs: Any, saved: Any) -> Call:
-            grads: Any = tuple(make(*t.shape) for t in outputs)
-            grads = grads if self.alone else grads[0]
+            grads = [make(*t.shape) for t in outputs]
             options = {**spread, **({"release": True} if self.release else {})}
-            return call(self.module, "backward", spec, grads, saved, scales=states, sinks=sinks, **options)
+            return call(graph, "backward", spec, *grads, saved, scales=states, sinks=sinks, **options)
 
-        begins = call(self.module, "forward", spec, x, given, scales=states, ready=copies, **spread)
-        return Round(begins, backward)
+        options = {"scales": states, "ready": in_order(spec, copies), **spread}
+        return Round(call(graph, "forward", spec, *values.values(), **options), backward)
+
+
+def weights_of(names: Any) -> list[str]:
+    """Those of products."""
+    return [
+        name for name in names if name.endswith("_weight") and "layer_norm" not in name and name != "layernorm_weight"
+    ]
+
+
+def in_order(spec: Graph, by_name: dict[str, Any]) -> tuple[Any, ...]:
+    """What was given for weights by name, in the order of the graph's products."""
+    return tuple(by_name[w] for node in spec.nodes for w in weights_of(node.inputs)) if by_name else ()
 
 
 # ------------------------------------------------------------------------------------ one part after another
@@ -352,132 +296,137 @@ class Layer:
 class Apart:
     """The parts of a case called one by one, forward; then backward, from the last to the first."""
 
-    def __init__(
-        self, rt: Runtime, case: Layer, inputs: tuple[Tensor, Any], states: Any, copies: Any, comm: Any = None
-    ) -> None:
-        self.rt, self.spec, self.comm = rt, case.spec(), comm
-        self.x, self.given, self.states, self.copies = *inputs, states, copies
-        self.release, self.cut = case.release, case.ranks if case.sequence else 1
+    def __init__(self, rt: Runtime, case: Layer, given: tuple[dict[str, Any], Any, Any], comm: Any = None) -> None:
+        self.rt, self.spec, self.comm, self.case = rt, case.spec(), comm, case
+        self.values, states, self.copies = given
+        nodes = self.spec.graph().nodes
+        self.states = {node.outputs[0]: state for node, state in zip(nodes, states, strict=True)}
+        self.cut = case.ranks if case.sequence else 1
         self.saved: dict[str, Any] = {}
         self.found: Found = {}
+        self.sinks: dict[str, Any] = {}
+
+    def options(self, spec: Any, state: str, *weights: str) -> dict[str, Any]:
+        """Those of a product's forward."""
+        ready = tuple(self.copies.get(w) for w in weights)
+        return {"spec": spec, "comm": self.comm, "scales": self.states[state], "ready": ready}
+
+    def options_back(self, spec: Any, state: str, *weights: str) -> dict[str, Any]:
+        """And of its backward."""
+        sinks = tuple(self.sinks.get(w) for w in weights)
+        return {"spec": spec, "comm": self.comm, "scales": self.states[state], "sinks": sinks}
+
+    def named(self, name: str, *parts: str) -> list[Any]:
+        """Inputs whose names begin alike."""
+        return [self.values.get(f"{name}_{part}") for part in parts]
 
     # -- attention
 
-    def attend(self, name: str, x: Tensor, spec: MultiheadSpec, given: MultiheadInputs, own: Any) -> list[Any]:
+    def attend(self, at: str, x: Tensor, spec: AttentionBlock, branch: Sequence[Any] = ()) -> list[Any]:
         """(out, what comes out beside it)."""
-        rt, w, draws = self.rt, given.weights, given.draws
-        states, copies = (Parts(*parts) for parts in own)
-        kv = None
+        rt, kv, base = self.rt, None, spec.named(at)
         if spec.key_value is not None:
-            args = given.encoded, w.key_value, w.key_value_bias, draws.key_value
-            options = {
-                "spec": spec.key_value,
-                "comm": self.comm,
-                "scales": states.key_value,
-                "ready": (copies.key_value,),
-            }
-            (kv,), self.saved[f"{name}.key_value"] = linear.forward(rt, *args, **options)  # type: ignore[arg-type]
-        options = {"spec": spec.qkv, "comm": self.comm, "scales": states.qkv, "ready": (copies.qkv,)}
+            name, encoded = f"{at}key_value", self.values[f"{at}encoded"]
+            args, options = (
+                self.named(name, "weight", "bias", "rng"),
+                self.options(spec.key_value, name, f"{name}_weight"),
+            )
+            (kv,), self.saved[name] = linear.forward(rt, encoded, *args, **options)
+        args, options = self.named(base, "weight", "bias", "rng"), self.options(spec.qkv, base, f"{base}_weight")
+        beside: list[Any] = []
         if isinstance(spec.qkv, NormLinearSpec):
-            args = x, w.gamma, w.beta, w.qkv, w.qkv_bias, draws.qkv, *given.branch
-            (packed, *beside), self.saved[f"{name}.qkv"] = norm_linear.forward(rt, *args, **options)  # type: ignore[arg-type]
+            norms = self.named(base, "layer_norm_weight", "layer_norm_bias")
+            (packed, *beside), self.saved[base] = norm_linear.forward(rt, x, *norms, *args, *branch, **options)
         else:
-            (packed,), self.saved[f"{name}.qkv"] = linear.forward(rt, x, w.qkv, w.qkv_bias, draws.qkv, **options)  # type: ignore[arg-type]
-            beside = []
-        context = self.core(name, packed, kv, spec, given, states.attention, x)
+            (packed,), self.saved[base] = linear.forward(rt, x, *args, **options)
+        context = self.core(at, packed, kv, spec, x)
         del packed, kv
-        bias = None if spec.return_bias else w.proj_bias
-        options = {"spec": spec.proj, "comm": self.comm, "scales": states.proj, "ready": (copies.proj,)}
-        (out,), self.saved[f"{name}.proj"] = linear.forward(rt, context, w.proj, bias, draws.proj, **options)  # type: ignore[arg-type]
+        weight, bias, rng = self.named(f"{at}proj", "weight", "bias", "rng")
+        options = self.options(spec.proj, f"{at}out", f"{at}proj_weight")
+        bias = None if spec.return_bias else bias
+        (out,), self.saved[f"{at}proj"] = linear.forward(rt, context, weight, bias, rng, **options)
         return [out.reshape(*x.shape[:-1], out.shape[-1]), *beside]
 
-    def core(self, name: str, a: Any, b: Any, spec: Any, given: MultiheadInputs, scales: Any, x: Tensor) -> Any:
+    def core(self, at: str, a: Any, b: Any, spec: AttentionBlock, x: Tensor) -> Any:
         """Attention, and what comes between the projections and it."""
-        rt, c, layer, angles = self.rt, None, multihead.attention_of(spec), given.angles
+        rt, c, layer = self.rt, None, spec.layer
         lead, width = self.lead_of(x), (layer.heads, layer.d_qk)
+        names = "q_angles", "k_angles", "cu_seqlens_q", "cu_seqlens_kv"
+        q_angles, k_angles, cu_q, cu_kv = (self.values.get(at + name) for name in names)
+        if spec.split is not None and spec.split.rope.fmt != "thd":
+            cu_q = cu_kv = None
         if spec.split is not None and spec.key_value is None:
-            (a, b, c), self.saved[f"{name}.split"] = rope.split_forward(
-                rt, a, angles.q, angles.k, angles.cu_q, None, spec=spec.split
+            (a, b, c), self.saved[f"{at}split"] = rope.split_forward(
+                rt, a, q_angles, k_angles, cu_q, None, spec=spec.split
             )
         elif spec.split is not None:
-            (a,), self.saved[f"{name}.turn"] = rope.forward(
-                rt, a.reshape(*lead, *width), angles.q, angles.cu_q, None, spec=spec.turn
-            )
-            (b, c), self.saved[f"{name}.split"] = rope.split_forward(
-                rt, b, None, angles.k, angles.cu_kv, None, spec=spec.split
-            )
+            a = a.reshape(*lead, *width)
+            (a,), self.saved[f"{at}turn"] = rope.forward(rt, a, q_angles, cu_q, None, spec=spec.turn)
+            (b, c), self.saved[f"{at}split"] = rope.split_forward(rt, b, None, k_angles, cu_kv, None, spec=spec.split)
         elif b is not None and not isinstance(spec.attention, AttentionFp8Spec):
             a = a.reshape(*lead, *width)
+        terms = [self.values.get(at + TERMS.get(f, "")) for f in AttentionInputs._fields[3:]]
         if not isinstance(spec.attention, AttentionFp8Spec):
-            inputs = given.terms._replace(a=a, b=b, c=c)
-            (context,), self.saved[f"{name}.attention"] = attention.forward(rt, *inputs, spec=spec.attention)
+            (context,), self.saved[f"{at}attention"] = attention.forward(rt, a, b, c, *terms, spec=spec.attention)
             return context
         if spec.split is not None:
             a, b, c = (t.reshape(*t.shape[:-2], prod(t.shape[-2:])) for t in (a, b, c))
         frames = [rt.empty((*lead, 0), tape_cases.dtypes.uint8) for t in (a, b) if t is not None]
-        inputs = given.terms._replace(a=a, b=b, c=c)
-        (context,), self.saved[f"{name}.attention"] = attention_fp8.forward(
-            rt, *inputs, *frames, spec=spec.attention, scales=scales
+        scales = self.states[f"{at}context"]
+        (context,), self.saved[f"{at}attention"] = attention_fp8.forward(
+            rt, a, b, c, *terms, *frames, spec=spec.attention, scales=scales
         )
         return context
 
-    def attend_back(self, name: str, grads: list[Any], spec: MultiheadSpec, own: Any, x: Tensor) -> dict[str, Any]:
+    def attend_back(self, at: str, grads: list[Any], spec: AttentionBlock, x: Tensor) -> dict[str, Any]:
         """The gradients of x and of the branch; the parameters' join what was found."""
         rt = self.rt
-        states, into = (Parts(*parts) for parts in own)
-        saved = lambda part: self.saved.pop(f"{name}.{part}")  # noqa: E731
-        options: Any = {"spec": spec.proj, "comm": self.comm, "scales": states.proj, "sinks": (into.proj,)}
-        dcontext, *found = linear.backward(rt, grads.pop(0), saved("proj"), **options)
-        self.note(name, proj=found[0], proj_bias=found[1])
+        options: Any = self.options_back(spec.proj, f"{at}out", f"{at}proj_weight")
+        dcontext, *found = linear.backward(rt, grads.pop(0), self.saved.pop(f"{at}proj"), **options)
+        self.note(f"{at}proj_", weight=found[0], bias=found[1])
         if dcontext is None:
             return {}
-        kept = saved("attention")
+        kept = self.saved.pop(f"{at}attention")
         if isinstance(spec.attention, AttentionFp8Spec):
-            da, db, dc = attention_fp8.backward(rt, dcontext, kept, spec=spec.attention, scales=states.attention)
+            scales = self.states[f"{at}context"]
+            da, db, dc = attention_fp8.backward(rt, dcontext, kept, spec=spec.attention, scales=scales)
         else:
             da, db, dc, dbias, _, dsink = attention.backward(rt, dcontext, None, kept, spec=spec.attention)  # type: ignore[arg-type]
-            self.note(name, bias=dbias, sink=dsink)
+            self.note(at, core_attention_bias=dbias, softmax_offset=dsink)
         del kept, dcontext
-        layer, lead = multihead.attention_of(spec), self.lead_of(x)
+        layer, lead = spec.layer, self.lead_of(x)
         if spec.split is not None and da is not None:
             widths = ((layer.heads, layer.d_qk), (layer.groups, layer.d_qk), (layer.groups, layer.d_v))
             da, db, dc = (t.reshape(*lead, *w) for t, w in zip((da, db, dc), widths, strict=True))  # type: ignore[union-attr]
+            split = self.saved.pop(f"{at}split")
             if spec.key_value is None:
-                (da,) = rope.split_backward(rt, da, db, dc, saved("split"), spec=spec.split)
+                (da,) = rope.split_backward(rt, da, db, dc, split, spec=spec.split)
             else:
-                (db,) = rope.split_backward(rt, db, dc, saved("split"), spec=spec.split)
-                (da,) = rope.backward(rt, da, saved("turn"), spec=spec.turn)  # type: ignore[arg-type]
+                (db,) = rope.split_backward(rt, db, dc, split, spec=spec.split)
+                (da,) = rope.backward(rt, da, self.saved.pop(f"{at}turn"), spec=spec.turn)  # type: ignore[arg-type]
         if spec.key_value is not None and da is not None:
             da = da.reshape(*lead, layer.heads * layer.d_qk)
         del dc
-        of_branch = self.project_back(name, [da, *grads], spec, (states, into), x)
+        of_branch = self.project_back(spec.named(at), [da, *grads], spec, x)
         if spec.key_value is not None and db is not None:
-            options = {
-                "spec": spec.key_value,
-                "comm": self.comm,
-                "scales": states.key_value,
-                "sinks": (into.key_value,),
-            }
-            dencoded, dw, dbias = linear.backward(rt, db, saved("key_value"), **options)
-            self.note(name, encoded=dencoded, key_value=dw, key_value_bias=dbias)
+            name = f"{at}key_value"
+            options = self.options_back(spec.key_value, name, f"{name}_weight")
+            dencoded, dw, dbias = linear.backward(rt, db, self.saved.pop(name), **options)
+            self.note(at, encoded=dencoded, key_value_weight=dw, key_value_bias=dbias)
         return of_branch
 
-    def project_back(self, name: str, grads: list[Any], spec: MultiheadSpec, own: Any, x: Tensor) -> dict[str, Any]:
+    def project_back(self, base: str, grads: list[Any], spec: AttentionBlock, x: Tensor) -> dict[str, Any]:
         """That of the projection of x."""
-        states, into = own
         if grads[0] is None:
             return {}
-        kept, options = (
-            self.saved.pop(f"{name}.qkv"),
-            {"spec": spec.qkv, "comm": self.comm, "scales": states.qkv, "sinks": (into.qkv,)},
-        )
+        kept, options = self.saved.pop(base), self.options_back(spec.qkv, base, f"{base}_weight")
         if isinstance(spec.qkv, NormLinearSpec):
             three = (*grads, None, None)[:3]
             dx, dgamma, dbeta, dw, db, _, dres, dbias = norm_linear.backward(self.rt, *three, kept, **options)  # type: ignore[arg-type]
-            self.note(name, qkv=dw, qkv_bias=db, gamma=dgamma, beta=dbeta)
+            self.note(f"{base}_", weight=dw, bias=db, layer_norm_weight=dgamma, layer_norm_bias=dbeta)
             return {"x": dx, "residual": dres, "bias": dbias}
         dx, dw, db = linear.backward(self.rt, grads[0], kept, **options)  # type: ignore[arg-type]
-        self.note(name, qkv=dw, qkv_bias=db)
+        self.note(f"{base}_", weight=dw, bias=db)
         if dx is not None:
             dx = dx.reshape(*x.shape)  # type: ignore[union-attr]
             if len(grads) > 1 and grads[1] is not None:
@@ -488,98 +437,78 @@ class Apart:
         """The dimensions of the tokens that attention sees."""
         return (x.shape[0] * self.cut, *x.shape[1:-1])
 
-    def note(self, name: str, **gradients: Any) -> None:
+    def note(self, at: str, **gradients: Any) -> None:
         """They join what was found."""
-        self.found |= {f"{name}.{part}": t for part, t in gradients.items() if t is not None}
+        self.found |= {f"{at}{part}": t for part, t in gradients.items() if t is not None}
 
     # -- the layer
 
     def forward(self) -> list[Any]:
         """What the layer gives."""
-        rt, spec, given = self.rt, self.spec, self.given
-        if isinstance(spec, MultiheadSpec):
-            return self.attend("attention", self.x, spec, given, (self.states, self.copies))
-        states, copies = LayerParts(*self.states), LayerParts(*self.copies)
-        out, *beside = self.attend(
-            "attention", self.x, spec.attention, given.attention, (states.attention, copies.attention)
-        )
-        read, bias, rng = beside[0] if beside else self.x, given.attention.weights.proj_bias, given.draws.attended
+        rt, spec, values = self.rt, self.spec, self.values
+        x = values["x"]
+        if isinstance(spec, AttentionBlock):
+            return self.attend("", x, spec)
+        out, *beside = self.attend("", x, spec.attention)
+        read, bias, rng = beside[0] if beside else x, values.get("proj_bias"), values.get("attended_rng")
         if spec.cross is not None:
-            crossed = given.cross._replace(branch=BranchInputs(read, bias, rng))
-            out, read, *_ = self.attend("cross", out, spec.cross, crossed, (states.cross, copies.cross))
-            bias, rng = given.cross.weights.proj_bias, given.draws.crossed
-        w, options = (
-            given.mlp,
-            {"spec": spec.mlp, "comm": self.comm, "scales": states.mlp, "ready": copies.mlp or (None, None)},
-        )
+            at = "inter_attention_"
+            out, read, *_ = self.attend(at, out, spec.cross, (read, bias, rng))
+            bias, rng = values.get(f"{at}proj_bias"), values["crossed_rng"]
+        name = "layernorm_mlp"
+        weights = self.named(name, "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight")
+        last, draw = self.named(name, "fc2_bias", "rng")
+        options = self.options(spec.mlp, f"{name}_out", f"{name}_fc1_weight", f"{name}_fc2_weight")
         if spec.beside:
-            (other, read, *_), self.saved["mlp"] = mlp.forward(rt, read, *w, given.draws.mlp, **options)
-            out = ops.add(rt, out, other)
+            (other, read, *_), self.saved["mlp"] = mlp.forward(rt, read, *weights, last, draw, **options)
+            out, last = ops.add(rt, out, other), None
         else:
-            args = *w[:5], None, given.draws.mlp, read, bias, rng
-            (out, read, *_), self.saved["mlp"] = mlp.forward(rt, out, *args, **options)
-        last = None if spec.beside else w.fc2_bias
-        (y,), self.saved["closing"] = residual.forward(rt, out, last, read, given.draws.closing, spec=spec.closing)
+            branch = read, bias, rng
+            (out, read, *_), self.saved["mlp"] = mlp.forward(rt, out, *weights, None, draw, *branch, **options)
+        draw = values["closing_rng"]
+        (y,), self.saved["closing"] = residual.forward(rt, out, last, read, draw, spec=spec.closing)
         del out, read
         if spec.output is not None:
-            (y,), self.saved["output"] = norm.forward(rt, y, *given.output, spec=spec.output)
+            args = self.named("layernorm", "weight", "bias")
+            (y,), self.saved["output"] = norm.forward(rt, y, *args, spec=spec.output)
         return [y]
 
-    def backward(self, grads: list[Any], sinks: Any) -> Found:
+    def backward(self, grads: list[Any], sinks: dict[str, Any]) -> Found:
         """The gradients, by name."""
-        rt, spec = self.rt, self.spec
-        if isinstance(spec, MultiheadSpec):
-            found = self.attend_back("attention", grads, spec, (self.states, sinks), self.x)
-            self.note("", **found)
+        rt, spec, self.sinks = self.rt, self.spec, sinks
+        x = self.values["x"]
+        if isinstance(spec, AttentionBlock):
+            self.note("", **self.attend_back("", grads, spec, x))
             return self.found
-        states, into, dy = LayerParts(*self.states), LayerParts(*sinks), grads[0]
+        dy = grads[0]
         if spec.output is not None:
             dy, dgamma, dbeta = norm.backward(rt, dy, self.saved.pop("output"), spec=spec.output)
-            self.note("output", gamma=dgamma, beta=dbeta)
+            self.note("layernorm_", weight=dgamma, bias=dbeta)
         branch, dbias, along = residual.backward(rt, dy, self.saved.pop("closing"), spec=spec.closing)
         del dy
+        if not spec.beside:
+            self.note("layernorm_mlp_", fc2_bias=dbias)
         if branch is None:
             return self.found
-        options = {
-            "spec": spec.mlp,
-            "comm": self.comm,
-            "scales": states.mlp,
-            "sinks": into.mlp or (None, None),
-            "release": self.release,
-        }
-        dx, *of_mlp, _, dread, dbranch = mlp.backward(rt, branch, along, None, self.saved.pop("mlp"), **options)
-        names = ("gamma", "beta", "fc1", "fc1_bias", "fc2", "fc2_bias")
-        self.note("mlp", **dict(zip(names, of_mlp, strict=True)))
-        if not spec.beside:
-            self.note("mlp", fc2_bias=dbias)
+        name = "layernorm_mlp"
+        options = self.options_back(spec.mlp, f"{name}_out", f"{name}_fc1_weight", f"{name}_fc2_weight")
+        saved = self.saved.pop("mlp")
+        dx, *of_mlp, _, dread, dbranch = mlp.backward(
+            rt, branch, along, None, saved, **options, release=self.case.release
+        )
+        names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+        self.note("layernorm_mlp_", **dict(zip(names, of_mlp, strict=True)))
         branch, along = (branch, dx) if spec.beside else (dx, dread)
-        del dx, dread
+        del dx, dread, saved
         if spec.cross is not None:
-            self.note("cross", proj_bias=dbranch)
-            found = self.attend_back("cross", [branch, along], spec.cross, (states.cross, into.cross), self.x)
+            at = "inter_attention_"
+            self.note(at, proj_bias=dbranch)
+            found = self.attend_back(at, [branch, along], spec.cross, x)
             branch, along, dbranch = (found.get(name) for name in ("x", "residual", "bias"))
             del found
-        self.note("attention", proj_bias=dbranch)
+        self.note("", proj_bias=dbranch)
         if branch is not None:
             two = [branch, along]
             del branch, along
-            self.note(
-                "", **self.attend_back("attention", two, spec.attention, (states.attention, into.attention), self.x)
-            )
+            self.note("", **self.attend_back("", two, spec.attention, x))
         return self.found
-
-
-def by_name(found: Any, alone: bool) -> Found:
-    """The gradients of a composed layer under the same names."""
-
-    def of(name: str, one: Any) -> Found:
-        parts = {**one.weights._asdict(), "bias": one.bias, "sink": one.sink, "encoded": one.encoded}
-        return {f"{name}.{part}": t for part, t in parts.items() if t is not None}
-
-    if alone:
-        own = {".x": found.x, **{f".{name}": t for name, t in found.branch._asdict().items()}}
-        return {k: t for k, t in own.items() if t is not None} | of("attention", found)
-    made = of("attention", found.attention) | of("cross", found.cross)
-    for name, part in (("mlp", found.mlp), ("output", found.output)):
-        made |= {f"{name}.{key}": t for key, t in part._asdict().items() if t is not None}
-    return made if found.x is None else made | {".x": found.x}

@@ -257,8 +257,8 @@ def test_refusals(rt):
             ops.attention_merge(rt, *args, **{"stats": None, "form": "sbhd", **options})
     with pytest.raises(ArgumentError, match="1 to 5 dimensions"):
         ops.context_sum(rt, a.reshape(1, 1, 4, 2, 3, 8), None, out=a)
-    with pytest.raises(ArgumentError, match="dtype of a"):
+    with pytest.raises(ArgumentError, match="a = .*dtype"):
         ops.context_sum(rt, rt.tensor(np.zeros(3, np.int32)), None, out=sink)
-    for dy, logs, part in ((bf16, stats, "one dtype"), (a, a, "stats")):
+    for dy, logs, part in ((bf16, stats, "dy = .*of dtype float32"), (a, a, "stats")):
         with pytest.raises(ArgumentError, match=part):
             ops.attention_sink_grad(rt, dy, a, logs, sink, form="sbhd")

@@ -1,18 +1,24 @@
-"""Every backend has every operation of the protocol. (That it takes the same arguments, a type checker says.)"""
+"""Every backend has the functions that operations declare, with the same arguments; what a backend says of itself."""
 
 from __future__ import annotations
 
 import ctypes
 import inspect
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from te_core import dtypes, libraries, ops
-from te_core.backend import Backend
+from te_core.backend import FILES
+from te_core.backends.cpu import backend as cpu
+from te_core.backends.cuda import backend as cuda
+from te_core.backends.meta import backend as meta
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops.declare import OPERATIONS
 from te_core.ops.gemm import GemmOperands, GemmSpec
 from te_core.quantized import Cast, Format
 from te_core.runtime import ByteAllocator, HostAllocator, Runtime
@@ -20,19 +26,37 @@ from te_core.tensor import CPU, META, cuda_device
 from tests.backends import requires_cuda
 from tests.core import fake_cudnn
 
-OPERATIONS = [name for name, value in vars(Backend).items() if inspect.isfunction(value) and name != "__init__"]
-OPERATIONS = [name for name in OPERATIONS if not name.startswith("_")]
+DECLARED = sorted(FILES)
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "meta"])
-def test_every_operation_is_there(name: str) -> None:
-    backend = import_module(f"te_core.backends.{name}.backend")
-    assert backend.name == name and len(OPERATIONS) > 50
-    missing = [operation for operation in OPERATIONS if not callable(getattr(backend, operation, None))]
-    assert not missing
-    ours = {n: v for n, v in vars(backend).items() if getattr(v, "__module__", "").startswith("te_core")}
-    public = {n for n, v in ours.items() if inspect.isfunction(v) and not n.startswith("_")}
-    assert public <= set(OPERATIONS), "an operation that the protocol does not list"
+@pytest.mark.parametrize("name", DECLARED)
+def test_backends_have_a_function_alike(name: str) -> None:
+    """Of one name, in files of one name, with arguments of the same names."""
+    ours = [cpu, cuda, meta]
+    assert [backend.name for backend in ours] == ["cpu", "cuda", "meta"]
+    of_cpu, of_cuda, of_meta = (getattr(backend, name) for backend in ours)
+    assert list(inspect.signature(of_cpu).parameters) == list(inspect.signature(of_cuda).parameters)
+    assert callable(of_meta)
+
+
+def test_operations_name_the_functions_that_they_call() -> None:
+    """No more, and no fewer: those on `rt.backend` in its function, or in a plan's that it is found by."""
+    assert len(OPERATIONS) > 60
+    called: dict[str, set[str]] = {}
+    for one in OPERATIONS.values():
+        path = Path(inspect.getfile(one.body))
+        called[path.name] = set(re.findall(r"rt\.backend\.(\w+)", path.read_text())) - {"zero"}
+    for file, names in called.items():
+        here = [one for one in OPERATIONS.values() if Path(inspect.getfile(one.body)).name == file]
+        declared = {name for one in here for name in one.runs}
+        formats = {name for name in declared if "quantize" in name and file == "quantize.py"}  # by the cast's format
+        assert declared - formats == names - formats, file
+
+
+def test_a_function_that_nobody_declares() -> None:
+    for backend in (cpu, cuda, meta):
+        with pytest.raises(AttributeError, match="no operation declares"):
+            backend.nothing_of_the_kind  # noqa: B018
 
 
 def test_a_shape_has_no_values() -> None:
@@ -61,16 +85,14 @@ def test_scales_come_in_the_order_that_a_plan_wants(
     monkeypatch: pytest.MonkeyPatch, scaling: str, columnwise: bool, swizzled: bool
 ) -> None:
     """And swizzled ones are made once for each copy, however often it is multiplied, and anew when it is."""
-    from te_core.backends.cpu import backend
-
     module = import_module("te_core.ops.gemm_quantized")
     rt = Runtime.cpu(HostAllocator()).fresh()
     rt.plans = type(rt.plans)()
     plans: list[Product] = []
     made: list[Any] = []
-    monkeypatch.setattr(backend, "plan_gemm", lambda rt, spec: plans.append(Product(spec, swizzled)) or plans[-1])
-    swizzle = backend.swizzle_scales
-    monkeypatch.setattr(backend, "swizzle_scales", lambda rt, *given: made.append(given) or swizzle(rt, *given))
+    monkeypatch.setattr(cpu, "plan_gemm", lambda rt, spec: plans.append(Product(spec, swizzled)) or plans[-1])
+    swizzle = cpu.swizzle_scales
+    monkeypatch.setattr(cpu, "swizzle_scales", lambda rt, *given: made.append(given) or swizzle(rt, *given))
     monkeypatch.setattr(module, "gemm_route", lambda *pair: module.Route("native", ""))
     dtype = dtypes.float8_e4m3 if scaling == "mxfp8" else dtypes.float4_e2m1
     cast = Cast(Format(dtype, scaling), rowwise=True, columnwise=True)

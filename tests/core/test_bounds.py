@@ -26,6 +26,8 @@ BOUNDS = {
     "layers.context.sides.planned": "1024, the least recently used goes",
     "libraries._handles": "libraries",
     "naming._renamed": "our classes",
+    "ops.declare.BESIDE": "classes and functions of te_core.ops",
+    "ops.declare.OPERATIONS": "operations",
     "precision._resolved": "living precisions",
     "precision.rule_of": "1024, the least recently used goes",
     "quantized.Format._known": "dtypes, scalings and their options",

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 
 from te_core.dtypes import DType
-from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers import transformer
+from te_core.errors import UnsupportedError
+from te_core.layers import graph
 from te_core.layers.communicator import InProcessRanks
+from te_core.layers.graph import Graph
 from te_core.layers.linear import Sink
-from te_core.layers.multihead import Parts
 from te_core.layers.residual import Stream
-from te_core.layers.transformer import LayerParts
 from te_core.runtime import Runtime
 from te_core.tape.taped import Taped
 from te_core.tensor import META, Tensor
-from tests.core.composed_cases import Apart, Layer, Maker, Wants, by_name
+from tests.core.composed_cases import Apart, Layer, Maker, Wants, in_order, weights_of
 from tests.core.fake_cuda import Make
 from tests.core.tape_proof import leaves, proved
 from tests.core.test_layer_memory import Counting
@@ -98,8 +97,13 @@ def maxima(states: Any) -> Bits:
 
 def functions(case: Layer) -> tuple[Taped, Taped]:
     """The layer's, as an adapter calls them."""
-    spec = case.spec()
-    return Taped(FORWARD, unwrap(case.module.forward), spec), Taped(BACKWARD, unwrap(case.module.backward), spec)
+    spec = case.spec().graph()
+    return Taped(FORWARD, unwrap(graph.forward), spec), Taped(BACKWARD, unwrap(graph.backward), spec)
+
+
+def by_name(case: Layer, grads: Any) -> dict[str, Any]:
+    """The gradients of the inputs that have one."""
+    return {name: t for name, t in zip(case.spec().graph().inputs, grads, strict=True) if t is not None}
 
 
 def composed(rt: Runtime, case: Layer, run: tuple[Taped, Taped], comm: Any = None) -> tuple[Bits, ...]:
@@ -112,18 +116,18 @@ def composed(rt: Runtime, case: Layer, run: tuple[Taped, Taped], comm: Any = Non
     grads = run[1](rt, *back.args, **back.options)
     gone = [path for path, t in leaves((call.args, call.options, outputs)) if isinstance(t, Tensor) and t.owner is None]
     assert not gone, "let go of, and the caller's own"
-    return bits(outputs), bits(by_name(grads, case.alone)), maxima(call.options["scales"]), bits(back.options["sinks"])
+    return bits(outputs), bits(by_name(case, grads)), maxima(call.options["scales"]), bits(back.options["sinks"])
 
 
 def apart(rt: Runtime, case: Layer, comm: Any = None) -> tuple[Bits, ...]:
     """The same of the parts one after another."""
-    make, spec = Maker(rt), case.spec()
-    inputs = case.inputs(make, spec)
-    states, sinks, copies = case.states(make), case.sinks(make, inputs[1]), case.copies(make, inputs[1])
-    parts = Apart(rt, case, inputs, states, copies, comm)
+    make, spec = Maker(rt), case.spec().graph()
+    given = case.given(make, spec)
+    sinks = case.sinks(make, given[0])
+    parts = Apart(rt, case, given, comm)
     outputs = parts.forward()
     found = parts.backward([make(*t.shape) for t in outputs], sinks)
-    return bits(tuple(outputs)), bits(found), maxima(states), bits(sinks)
+    return bits(tuple(outputs)), bits(found), maxima(given[1]), bits(in_order(spec, sinks))
 
 
 def same(wanted: tuple[Bits, ...], found: tuple[Bits, ...]) -> None:
@@ -166,7 +170,7 @@ def test_shapes_alone(name: str) -> None:
         outputs, saved = call.function(rt, *call.args, spec=call.spec, **call.options)
         assert begins.backward is not None
         back = begins.backward(outputs, saved)
-        grads = by_name(back.function(rt, *back.args, spec=back.spec, **back.options), case.alone)
+        grads = by_name(case, back.function(rt, *back.args, spec=back.spec, **back.options))
         found.append({path: (t.shape, t.dtype) for path, t in leaves((outputs, grads)) if isinstance(t, Tensor)})
     assert found[0] == found[1]
 
@@ -197,26 +201,18 @@ def test_weight_gradients_that_are_computed_later(name: str) -> None:
     case, rt = CASES[name], Runtime.cpu(Burning())
     wanted = apart(Runtime.cpu(), case)[1]
     begins = case(rt)
-    queues: dict[str, list[Any]] = {}
-
-    def later(name: str) -> Sink:
-        return Sink(queue=queues.setdefault(name, []))
-
-    def of(name: str) -> Parts:
-        return Parts(later(f"{name}.qkv"), None, later(f"{name}.proj"), later(f"{name}.key_value"))
-
+    spec = begins.forward.spec
+    queues: dict[str, list[Any]] = {name: [] for name in weights_of(spec.inputs)}
     with tapes("first") as counts:
-        outputs, saved = transformer.forward(
-            rt, *begins.forward.args, spec=begins.forward.spec, **begins.forward.options
-        )
+        outputs, saved = graph.forward(rt, *begins.forward.args, spec=spec, **begins.forward.options)
         assert begins.backward is not None
         back = begins.backward(outputs, saved)
-        sinks = LayerParts(of("attention"), (later("mlp.fc1"), later("mlp.fc2")), of("cross") if case.cross else ())
+        sinks = in_order(spec, {name: Sink(queue=queue) for name, queue in queues.items()})
         found = functions(case)[1](rt, *back.args, **{**back.options, "sinks": sinks})
     del outputs, saved, back
     assert not counts.recorded
     made = {name: made for name, queue in queues.items() for run in queue if (made := run(rt)) is not None}
-    same((wanted,), (bits({**by_name(found, False), **made}),))
+    same((wanted,), (bits({**by_name(case, found), **made}),))
 
 
 # ------------------------------------------------------------------------------------------------------ over ranks
@@ -279,38 +275,20 @@ def test_a_replay_launches_what_the_layer_does(make: Make, case: Layer) -> None:
 def test_parts_that_do_not_go_together_are_refused() -> None:
     whole, crossed = Layer().spec(), Layer(cross=True).spec()
     attention = whole.attention
+    watched = replace(attention, proj=replace(attention.proj, inspect=frozenset()))
     for said, make in {
         "packing": lambda: replace(attention, attention=replace(attention.attention, packing="kv")),
         "largest logits": lambda: replace(
             attention, attention=replace(attention.attention, core=replace(attention.attention.core, max_logit=True))
         ),
-        "inspector": lambda: replace(attention, proj=replace(attention.proj, inspect=frozenset())),
+        "a node with an inspector": lambda: watched.graph(),
         "does not form the sum": lambda: replace(whole, mlp=replace(whole.mlp, stream=Stream())),
         "beside": lambda: replace(whole, beside=True),
         "first norm": lambda: replace(crossed, attention=crossed.cross),
-        "checkpoint": lambda: replace(whole, mlp=replace(whole.mlp, checkpoint=True)),
-        "that an inspector": lambda: replace(
-            whole, mlp=replace(whole.mlp, fc2=replace(whole.mlp.fc2, inspect=frozenset()))
-        ),
+        "that reads 'layernorm_qkv'": lambda: Graph(attention.nodes()[1:], ("x",), ("out",)),
     }.items():
         with pytest.raises(UnsupportedError, match=said):
             make()
-
-
-def test_what_is_missing_is_named() -> None:
-    """Down to its place among the layer's tensors."""
-    rt, case = Runtime.cpu(), CASES["layer"]
-    call = case(rt).forward
-    x, given = call.args
-    for said, wrong in {
-        "given.mlp.fc2": given._replace(mlp=given.mlp._replace(fc2=None)),
-        "given.attention.weights.qkv": given._replace(
-            attention=given.attention._replace(weights=given.attention.weights._replace(qkv=None))
-        ),
-        "given.draws of type int": given._replace(draws=3),
-    }.items():
-        with pytest.raises(ArgumentError, match=said):
-            transformer.forward(rt, x, wrong, spec=call.spec)
 
 
 # ------------------------------------------------------------------------------------------------------ memory
@@ -320,28 +298,29 @@ def peaks(case: Layer, way: str) -> tuple[int, int]:
     """The most bytes alive in a forward and in its backward, above those before the forward; of the third round, for
     the first ones make scratch memory, plans and tapes."""
     account = Counting()
-    rt, spec, run, found = Runtime.cpu(account), case.spec(), functions(case), (0, 0)
+    rt, spec, run, found = Runtime.cpu(account), case.spec().graph(), functions(case), (0, 0)
     for _ in range(3):
         make = Maker(rt)
-        inputs = case.inputs(make, spec)
-        own = case.states(make), case.copies(make, inputs[1])
+        given = case.given(make, spec)
         before = account.peak = account.alive
         if way == "apart":
-            parts = Apart(rt, case, inputs, *own)
+            parts = Apart(rt, case, given)
             outputs: Any = parts.forward()
             forward, grads = account.peak - before, [make(*t.shape) for t in outputs]
             del outputs
             account.peak = account.alive
-            parts.backward([*grads], case.sinks(make, inputs[1]))
+            parts.backward([*grads], case.sinks(make, given[0]))
         else:
-            outputs, saved = run[0](rt, *inputs, scales=own[0], ready=own[1])
+            values, states, copies = given
+            outputs, saved = run[0](rt, *values.values(), scales=states, ready=in_order(spec, copies))
             forward, grads = account.peak - before, [make(*t.shape) for t in outputs]
             del outputs
-            account.peak, given = account.alive, tuple(grads) if case.alone else grads[0]
-            run[1](rt, given, saved, scales=own[0], sinks=case.sinks(make, inputs[1]), release=True)
-            del saved, given
+            account.peak = account.alive
+            sinks = in_order(spec, case.sinks(make, values))
+            run[1](rt, *grads, saved, scales=states, sinks=sinks, release=True)
+            del saved, values, states, copies
         found = forward, account.peak - before
-        del inputs, own, grads
+        del given, grads
         parts = None  # type: ignore[assignment]
     return found
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from te_core import dtypes
-from te_core.layers import mlp, multihead, norm, residual, transformer
-from te_core.layers.attention import AttentionInputs
+from te_core.layers import graph, mlp, norm, residual
+from te_core.layers.blocks import AttentionBlock, TransformerBlock
 from te_core.layers.communicator import Groups, InProcessRanks
 from te_core.layers.context.schedule import Context
+from te_core.layers.graph import Graph
 from te_core.layers.linear import LinearSpec, Needs
-from te_core.layers.multihead import MultiheadInputs, MultiheadSpec, MultiheadWeights
 from te_core.layers.norm_linear import NormLinearSpec
 from te_core.layers.parallel import Split
 from te_core.tape.taped import Taped
@@ -29,13 +29,13 @@ FP32, ALL = dtypes.float32, Needs(True, True, True)
 HIDDEN, CHUNK, BATCH = 24, 3, 2
 
 
-def spec_of(case: Case, context: Context | None, tensor: int = 1) -> MultiheadSpec:
+def spec_of(case: Case, context: Context | None, tensor: int = 1) -> AttentionBlock:
     """Norm, projection, attention over ranks, projection."""
     split = [None if tensor == 1 else Split(mode, tensor) for mode in ("column", "row")]
     qkv, proj = (LinearSpec(FP32, None, ALL, parallel=one) for one in split)
     layer = case.spec(context)
     layer = replace(layer, heads=layer.heads // tensor, groups=layer.groups // tensor)
-    return MultiheadSpec(NormLinearSpec(norm.NormSpec(FP32, "RMSNorm", 1e-5), qkv), layer, proj)
+    return AttentionBlock(NormLinearSpec(norm.NormSpec(FP32, "RMSNorm", 1e-5), qkv), layer, proj)
 
 
 class Whole:
@@ -56,23 +56,23 @@ class Whole:
         parts = [t[:, i, None] for i in range(BATCH)]
         return RT.tensor(t if rank is None else self.side.on_rank(parts, rank)[:, :, 0])
 
-    def weights(self, at: int = 0, of: int = 1) -> MultiheadWeights:
+    def weights(self, at: int = 0, of: int = 1) -> dict[str, Any]:
         """A tensor-parallel rank's; heads in groups with their keys and values, so that rows are a range."""
         qkv, proj = np.split(self.qkv, of)[at], np.split(self.proj, of, 1)[at]
-        made = [RT.tensor(np.ascontiguousarray(t)) for t in (qkv, proj, self.proj_bias, self.gamma)]
-        return MultiheadWeights(made[0], None, made[1], made[2], made[3])
+        named = {"layernorm_qkv_weight": qkv, "proj_weight": proj, "proj_bias": self.proj_bias}
+        named["layernorm_qkv_layer_norm_weight"] = self.gamma
+        return {name: RT.tensor(np.ascontiguousarray(t)) for name, t in named.items()}
 
-    def step(self, spec: MultiheadSpec, comm: Any, rank: int | None, functions: Any = None, at: Any = (0, 1)) -> Any:
+    def step(self, spec: Graph, comm: Any, rank: int | None, functions: Any = None, **more: Any) -> Any:
         """Output, and the gradients of x and of the parameters."""
         forward, backward = functions or (
-            lambda *a, **o: multihead.forward(*a, spec=spec, **o),
-            lambda *a, **o: multihead.backward(*a, spec=spec, **o),
+            lambda *a, **o: graph.forward(*a, spec=spec, **o),
+            lambda *a, **o: graph.backward(*a, spec=spec, **o),
         )
-        given = MultiheadInputs(self.weights(*at), AttentionInputs(None))
-        (y,), saved = forward(RT, self.cut(self.x, rank), given, comm=comm)
-        found = backward(RT, [self.cut(self.dy, rank)], saved, comm=comm)
-        w = found.weights
-        return [RT.numpy(t) for t in (y, found.x, w.qkv, w.proj, w.proj_bias, w.gamma)]
+        given = {"x": self.cut(self.x, rank), **self.weights(*more.pop("at", ())), **more}
+        (y,), saved = forward(RT, *map(given.get, spec.inputs), comm=comm)
+        found = backward(RT, self.cut(self.dy, rank), saved, comm=comm)
+        return [RT.numpy(t) for t in (y, *[t for name, t in zip(spec.inputs, found, strict=True) if name in given])]
 
 
 def check(whole: Whole, results: list[list[Array]], wanted: list[Array]) -> None:
@@ -96,11 +96,9 @@ def at_once() -> Iterator[None]:
 def test_an_attention_block_over_ranks(choice: Any) -> None:
     mode, size, inner = choice
     whole = Whole(Case(mode=mode, size=size, inner=inner, packing="qkv"))
-    wanted = whole.step(spec_of(whole.case, None), None, None)
-    spec = spec_of(whole.case, whole.case.context)
-    functions = [
-        (Taped("forward", multihead.forward, spec), Taped("backward", multihead.backward, spec)) for _ in range(size)
-    ]
+    wanted = whole.step(spec_of(whole.case, None).graph(), None, None)
+    spec = spec_of(whole.case, whole.case.context).graph()
+    functions = [(Taped("forward", graph.forward, spec), Taped("backward", graph.backward, spec)) for _ in range(size)]
     ranks = Ranks(whole.case)
     for _ in range(2):
         check(whole, ranks.run(lambda r, comm: whole.step(spec, Groups(None, comm), r, functions[r])), wanted)
@@ -110,8 +108,8 @@ def test_ranks_that_share_weights_beside_ranks_that_share_sequences() -> None:
     """Tensor 2 x context 2: a rank has half of the heads of half of the tokens."""
     case = Case(mode="p2p", size=2, packing="qkv")
     whole = Whole(case)
-    wanted = whole.step(spec_of(case, None), None, None)
-    spec = spec_of(case, case.context, tensor=2)
+    wanted = whole.step(spec_of(case, None).graph(), None, None)
+    spec = spec_of(case, case.context, tensor=2).graph()
     tensor, context = [InProcessRanks(2) for _ in range(2)], [InProcessRanks(2) for _ in range(2)]
     comms = [Groups(tensor[r // 2].of(r % 2), context[r % 2].of(r // 2)) for r in range(4)]
     results = InProcessRanks(4).run(
@@ -121,8 +119,8 @@ def test_ranks_that_share_weights_beside_ranks_that_share_sequences() -> None:
     for part in range(2):
         one, other = results[2 * part : 2 * part + 2]
         assert all(np.array_equal(one[i], other[i]) for i in (0, 1))
-        qkv, proj = np.concatenate([one[2], other[2]]), np.concatenate([one[3], other[3]], 1)
-        rows[part] = [one[0], one[1], qkv, proj, one[4], one[5]]
+        qkv, proj = np.concatenate([one[3], other[3]]), np.concatenate([one[4], other[4]], 1)
+        rows[part] = [*one[:3], qkv, proj, one[5]]  # y, and the gradients of x, gamma, qkv, proj, proj's bias
     check(whole, rows, wanted)
 
 
@@ -132,7 +130,7 @@ def test_a_transformer_layer_over_ranks() -> None:
     random = np.random.default_rng(5)
     w1, w2 = (random.standard_normal(s).astype(np.float32) / 5 for s in ((48, HIDDEN), (HIDDEN, 48)))
 
-    def spec_of_layer(context: Context | None) -> transformer.TransformerSpec:
+    def spec_of_layer(context: Context | None) -> TransformerBlock:
         linear = LinearSpec(FP32, None, ALL)
         add = residual.AddSpec(0.0, residual.BranchNeeds(True, True, True))
         rule = norm.NormSpec(FP32, "RMSNorm", 1e-5)
@@ -140,17 +138,14 @@ def test_a_transformer_layer_over_ranks() -> None:
         assert isinstance(attends.qkv, NormLinearSpec)
         attends = replace(attends, qkv=replace(attends.qkv, stream=residual.Stream()))
         inside = mlp.MLPSpec(linear, linear, rule, "relu", stream=residual.Stream(add))
-        return transformer.TransformerSpec(attends, inside, add)
+        return TransformerBlock(attends, inside, add)
 
-    def step(spec: Any, comm: Any, rank: int | None) -> list[Array]:
-        weights = transformer.MLPWeights(RT.tensor(whole.gamma), None, RT.tensor(w1), None, RT.tensor(w2), None)
-        given = transformer.TransformerInputs(MultiheadInputs(whole.weights()), weights)
-        (y,), saved = transformer.forward(RT, whole.cut(whole.x, rank), given, spec=spec, comm=comm)
-        found = transformer.backward(RT, whole.cut(whole.dy, rank), saved, spec=spec, comm=comm)
-        attention = found.attention.weights
-        return [RT.numpy(t) for t in (y, found.x, attention.qkv, attention.proj, found.mlp.fc1, found.mlp.fc2)]
-
-    wanted = step(spec_of_layer(None), None, None)
-    ranks = Ranks(case)
-    spec = spec_of_layer(case.context)
-    check(whole, ranks.run(lambda r, comm: step(spec, Groups(None, comm), r)), wanted)
+    more = {
+        "layernorm_mlp_layer_norm_weight": whole.gamma,
+        "layernorm_mlp_fc1_weight": w1,
+        "layernorm_mlp_fc2_weight": w2,
+    }
+    given = {name: RT.tensor(t) for name, t in more.items()}
+    wanted = whole.step(spec_of_layer(None).graph(), None, None, **given)
+    spec = spec_of_layer(case.context).graph()
+    check(whole, Ranks(case).run(lambda r, comm: whole.step(spec, Groups(None, comm), r, **given)), wanted)

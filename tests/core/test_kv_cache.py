@@ -143,10 +143,13 @@ def test_refusals(rt):
         (lambda: ops.kv_append(rt, new, new, cache, cu, cu, form="bhsd"), "form"),
         (lambda: ops.kv_append(rt, new, other, cache, cu, cu, form="bshd"), "new_v"),
         (lambda: ops.kv_append(rt, heads, new, cache, cu, cu, form="bshd"), "new_k"),
-        (lambda: ops.kv_append(rt, new, new, cache, sums(rt, [1]), sums(rt, [1]), form="bshd"), "1 sequences"),
+        (
+            lambda: ops.kv_append(rt, new, new, cache, sums(rt, [1]), sums(rt, [1]), form="bshd"),
+            "one length for each row",
+        ),
         (lambda: ops.kv_append(rt, new, new, cache, cu, sums(rt, [1]), form="bshd"), "cu_cached"),
         (lambda: ops.kv_append(rt, new, new, paged, cu, cu, form="bshd"), "up to 1 sequences"),
-        (lambda: ops.kv_gather(rt, cache, cu), "no pages"),
+        (lambda: ops.kv_gather(rt, cache, cu), "a paged cache"),
         (lambda: ops.kv_move(rt, paged, rt.tensor(np.zeros((1, 3), np.int32)), longest=4), "page table"),
         (lambda: ops.kv_move(rt, cache, rt.tensor(np.zeros((1, 2), np.int32)), longest=4), "moves"),
     ):

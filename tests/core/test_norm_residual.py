@@ -143,7 +143,7 @@ def test_a_branch_is_checked(rt: Runtime) -> None:
         ("shape", Branch(short, x)),
         ("shape", Branch(x, short)),
         ("bias", Branch(x, x, rt.tensor(np.ones(7, np.float32)))),
-        ("without rng", Branch(x, x, None, 0.5)),
+        ("branch.rng=None", Branch(x, x, None, 0.5)),
         ("p=1.5", Branch(x, x, None, 1.5, rt.tensor(np.zeros(2, np.int64)))),
     ]:
         with pytest.raises(ArgumentError, match=message):

@@ -357,9 +357,9 @@ def test_arguments(rt: Runtime) -> None:
     short = placed(rt, np.zeros(63, np.float32))
     for wrong, match in (
         (t._replace(m=short), "64 elements"),
-        (t._replace(v=rt.tensor(np.zeros(64, np.int32))), "dtype of v"),
-        (t._replace(master=rt.tensor(np.zeros(64, np.int8))), "dtype of master"),
-        (t._replace(param=None, master=None), "neither"),
+        (t._replace(v=rt.tensor(np.zeros(64, np.int32))), "spec.v=int32"),
+        (t._replace(master=rt.tensor(np.zeros(64, np.int8))), "spec.master=int8"),
+        (t._replace(param=None, master=None), "at least one of param and master"),
         (t._replace(param=t.m, master=rt.tensor(np.zeros(64, np.int16))), "high half"),
         (t._replace(m=rt.tensor(np.zeros(64, np.float16)), scales=None), "scales"),
     ):

@@ -225,8 +225,8 @@ def test_arguments(rt: Runtime) -> None:
         ("positions", {"cp_size": 2}),
         ("start_positions", {"start_positions": starts}),
         ("angles", {"freqs": wide}),
-        ("float32, dense", {"freqs": rt.tensor(np.ones((4, 8), np.float16))}),
-        ("dtype of t", {"t": rt.tensor(np.ones((4, 2, 2, 8), np.int32))}),
+        ("freqs = .*dense tensor of dtype float32", {"freqs": rt.tensor(np.ones((4, 8), np.float16))}),
+        ("t = .*dtype", {"t": rt.tensor(np.ones((4, 2, 2, 8), np.int32))}),
     ]:
         options = {"t": t, "freqs": table, **wrong}
         with pytest.raises(ArgumentError, match=message):

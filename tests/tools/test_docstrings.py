@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from te_core.described import Describer, core, layers, ops, read, recipes
+from te_core.described import Describer, core, layers, read, recipes
 from te_core.functional import Function
+from te_core.ops.declare import COMMON
 from te_torch import described
 from tools.website import header
 
@@ -137,7 +138,8 @@ def test_the_header_of_c_is_described() -> None:
 def test_nothing_is_described_twice_or_in_vain() -> None:
     docs = "\n".join(inspect.cleandoc(doc) for package in PACKAGES for _, _, doc in public(package))
     texts = [getattr(described, name).TEXT for name in ("attention", "functions", "modules", "tensors", "optimizers")]
-    texts += [described.debug.TEXT, recipes.TEXT, layers.TEXT, core.TEXT, ops.TEXT]
+    texts += [described.debug.TEXT, recipes.TEXT, layers.TEXT, core.TEXT]
+    texts.append("\n".join(map(": ".join, COMMON.items())))
     for name in ("te_jax", "te_jax.flax"):
         texts += [importlib.import_module(f"{name}.described").TEXT] if name in PACKAGES else []
     vain = [name for text in texts for name, about in read(text).items() if about.partition("\n")[0] not in docs]

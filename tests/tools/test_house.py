@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tools import house
@@ -44,3 +47,33 @@ def test_a_circle_that_is_not_listed_fails(monkeypatch: pytest.MonkeyPatch, caps
     assert house.main() == 1
     shown = capsys.readouterr().out
     assert f"circle: {' - '.join(here)}, which is not listed" in shown and "gone - long ago is listed and not" in shown
+
+
+def test_a_package_keeps_to_its_budget() -> None:
+    allowed = {"a": (1000, ""), "b": (1000, "a new format")}
+    for counts, good, said in (
+        ({"a": 1000, "b": 1000 - house.SLACK}, True, "a: 1000 lines of 1000"),
+        ({"a": 1001}, False, "make it smaller, or .*renew --because REASON"),
+        ({"b": 700}, False, "renew to keep what was won"),
+        ({"c": 1}, False, "c: 1 lines of 0"),
+    ):
+        text, kept = house.spent(counts, allowed)
+        assert kept is good and re.search(said, "\n".join(text))
+
+
+def test_a_budget_falls_by_itself_and_rises_with_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(house, "BUDGET", tmp_path / "budget.toml")
+    before = {"a": (1000, ""), "b": (1000, "a new format")}
+    house.BUDGET.write_text(house.renewed({"a": 900, "b": 900, "c": 5}, before, ""))
+    assert house.budget() == {"a": (900, ""), "b": (900, "a new format"), "c": (5, "")}
+    with pytest.raises(SystemExit, match="b has 50 lines more"):
+        house.renewed({"a": 1, "b": 950}, house.budget(), "")
+    house.BUDGET.write_text(house.renewed({"a": 901, "b": 800}, house.budget(), "an option"))
+    assert house.budget() == {"a": (901, "an option"), "b": (800, "a new format")}
+
+
+def test_where_operations_and_options_are_named() -> None:
+    assert {"rank_sum", "kv_gather", "attention_forward"} <= set(house.operations())
+    assert {"zero_centered_gamma", "softmax_type"} <= set(house.options())
+    shown = "\n".join(house.spread())
+    assert re.search(r"rank_sum +[45] +\d", shown) and re.search(r"zero_centered_gamma +\d", shown)

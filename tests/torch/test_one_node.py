@@ -1,4 +1,4 @@
-"""A TransformerLayer as one call with one node of autograd (te_torch/transformer/whole.py), and when its parts run."""
+"""A TransformerLayer as one call with one node of autograd (te_torch/base/graph.py), and when its parts run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 
 import te_torch as te
 from te_core.recipe import DelayedScaling
-from te_torch.transformer import whole
+from te_torch.base import graph
 from tests.backends import devices
 from tests.covering import covering
 from tests.module_steps import randomise
@@ -57,11 +57,11 @@ def stepped(module: Any, x: torch.Tensor, recipe: str | None = None) -> dict[str
     return bits(step(module, x, recipe))
 
 
-def nodes(module: Any, recipe: str | None = None, angles: torch.Tensor | None = None) -> int:
+def nodes(module: Any, recipe: str | None = None, angles: torch.Tensor | None = None, **more: Any) -> int:
     """How many nodes of ours a forward leaves."""
     with region(recipe):
         x = of(str(next(module.parameters()).device)).requires_grad_()
-        y = module(x, rotary_pos_emb=angles)
+        y = module(x, **{"rotary_pos_emb": angles, **more})
     seen, left = set(), [y.grad_fn]
     while left:
         node = left.pop()
@@ -110,6 +110,72 @@ def test_same_bits_as_its_parts(name: str, recipe: str | None, device: str, turn
             for _ in range(3):
                 found.append(module(of(device), rotary_pos_emb=angles))
         return found
+
+    assert bits(program(True)) == bits(program(False))
+
+
+def _bias() -> dict[str, Any]:
+    return {
+        "core_attention_bias": drawn(1, 2, ROWS, ROWS).requires_grad_(),
+        "core_attention_bias_type": "post_scale_bias",
+    }
+
+
+def _encoded(**more: Any) -> dict[str, Any]:
+    return {"encoder_output": drawn(ROWS, 2, HIDDEN).requires_grad_(), **more}
+
+
+def _later() -> dict[str, Any]:
+    return {"is_first_microbatch": False}
+
+
+TURNS = {"rotary_pos_emb": te.RotaryPositionEmbedding(16).to("cpu")(ROWS)}
+HIDDEN_KEYS = torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool).triu(1)
+#: Options of the constructor, what forward is given besides, and of how many nodes the parts are.
+ONE: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], int]] = {
+    "dropout in attention": ({"attention_dropout": 0.2, "hidden_dropout": 0.1}, dict, 5),
+    "norm behind": ({"output_layernorm": True}, dict, 6),
+    "residuals of the norm": ({"apply_residual_connection_post_layernorm": True}, dict, 5),
+    "branches side by side": ({"parallel_attention_mlp": True}, dict, 6),
+    "norms of queries and keys": ({"qk_norm_type": "RMSNorm"}, dict, 8),
+    "one norm of queries and keys": ({"qk_norm_type": "L2Normalization"}, lambda: TURNS, 8),
+    "a decoder": ({"layer_type": "decoder"}, _encoded, 9),
+    "a decoder, turned": ({"layer_type": "decoder", "fuse_qkv_params": True}, lambda: _encoded(**TURNS), 12),
+    "a bias of scores": ({}, _bias, 5),
+    "a mask": ({"self_attn_mask_type": "arbitrary"}, lambda: {"attention_mask": HIDDEN_KEYS}, 5),
+    "main_grad": ({"fuse_wgrad_accumulation": True, "fuse_qkv_params": True}, dict, 5),
+    "microbatches": ({}, _later, 5),
+}
+#: What runs part by part, and why.
+PARTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], int]] = {
+    "torch's operations drop paths": ({"drop_path_rate": 0.1}, dict, 6),
+    "lengths are counted in a mask": (
+        {"self_attn_mask_type": "padding"},
+        lambda: {"attention_mask": torch.zeros(2, 1, 1, ROWS, dtype=torch.bool)},
+        5,
+    ),
+}
+
+
+@covering(name={**ONE, **PARTS}, recipe=[None, "delayed", "current", "nvfp4"])
+def test_what_is_one_node(name: str, recipe: str | None) -> None:
+    """The bits are those of the parts."""
+    options, given, count = {**ONE, **PARTS}[name]
+
+    def program(one: bool) -> Any:
+        torch.manual_seed(0)
+        module, found, more = layer(**options), [], given()
+        module.one_node = one
+        for p in module.parameters():
+            p.main_grad = torch.zeros_like(p)
+        for _ in range(3):
+            found.append(step(module, of("cpu"), recipe, **more))
+        assert nodes(module, recipe, **more) == (1 if one and name in ONE else count)
+        return [
+            found,
+            [p.main_grad for p in module.parameters()],
+            [t.grad for t in more.values() if hasattr(t, "grad")],
+        ]
 
     assert bits(program(True)) == bits(program(False))
 
@@ -377,7 +443,7 @@ def test_gradients_that_are_wanted() -> None:
 
 def test_large_gradients_are_not_held_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of one node arrive together: where some are there already, parts give theirs one after another."""
-    monkeypatch.setattr(whole, "_SMALL", 0)
+    monkeypatch.setattr(graph, "_SMALL", 0)
     module, x = layer(), drawn(ROWS, 2, HIDDEN)
     for _ in range(3):
         step(module, x)

@@ -199,9 +199,9 @@ def _drawn(rng: Tensor | None) -> dict[str, Any]:
     return {} if rng is None else {"seed": rng, "offset": rng.ptr + 8}
 
 
-def attention_forward(rt: Runtime, plan: AttentionPlan, asked: ForwardOperands) -> None:
+def attention_forward(rt: Runtime, plan: AttentionPlan, operands: ForwardOperands) -> None:
     """Run a plan."""
-    q, k, v, terms, out, stats, max_logit = asked
+    q, k, v, terms, out, stats, max_logit = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
@@ -218,9 +218,9 @@ def attention_forward(rt: Runtime, plan: AttentionPlan, asked: ForwardOperands) 
             statistics = Tensor(
                 exponentials.ptr + exponentials.nbytes // 2, plan.stats, dtypes.float32, rt.device, exponentials
             )
-    operands: Named = {"q": q, "k": k, "v": v, "out": out, "stats": statistics, "sum_exp": exponentials}
-    operands |= {"bias": bias, "sink": sink, "k_pages": pages, "v_pages": pages, **_drawn(rng)}
-    run_graph(rt, plan.graph, {**operands, **near.prepare(rt, lengths), **plan.numbers})
+    named: Named = {"q": q, "k": k, "v": v, "out": out, "stats": statistics, "sum_exp": exponentials}
+    named |= {"bias": bias, "sink": sink, "k_pages": pages, "v_pages": pages, **_drawn(rng)}
+    run_graph(rt, plan.graph, {**named, **near.prepare(rt, lengths), **plan.numbers})
     if plan.logits is not None:
         assert max_logit is not None
         _largest(rt, plan, terms, statistics, exponentials, max_logit)
@@ -305,9 +305,9 @@ def tokens_of(frame: Frame, found: dict[str, Layout], q: Tensor, k: Tensor) -> t
     return token_bound(q.shape[0], frame.batch, frame.sq), token_bound(k.shape[0], frame.batch, frame.skv)
 
 
-def attention_backward(rt: Runtime, plan: AttentionPlan, asked: BackwardOperands) -> None:
+def attention_backward(rt: Runtime, plan: AttentionPlan, operands: BackwardOperands) -> None:
     """Run a plan."""
-    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = asked
+    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = operands
     near, lengths = plan.around, terms.lengths
     bias, sink, rng = terms.bias, terms.sink, terms.rng
     if dbias is not None:
@@ -319,7 +319,7 @@ def attention_backward(rt: Runtime, plan: AttentionPlan, asked: BackwardOperands
         return
     if plan.slopes is not None:
         bias = plan.slopes.write(rt, terms)
-    operands: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
-    operands |= {"bias": bias, "dbias": dbias, "sink": sink, "dsink": dsink, **_drawn(rng)}
-    run_graph(rt, plan.graph, {**operands, **near.prepare(rt, lengths), **plan.numbers})
+    named: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
+    named |= {"bias": bias, "dbias": dbias, "sink": sink, "dsink": dsink, **_drawn(rng)}
+    run_graph(rt, plan.graph, {**named, **near.prepare(rt, lengths), **plan.numbers})
     near.tidy(rt, lengths, dq, dk, dv, None)

@@ -6,6 +6,7 @@ small kernel (attention_amax.cu) raises the given ones to what it finds there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from te_core.ops.attention import Asked
     from te_core.ops.attention_fp8 import Fp8BackwardOperands, Fp8ForwardOperands, Scaled
 
+_SLOTS = 4  # pairs of `scale_pairs` that its kernel has parameters for
 _PLACES = 4  # maxima of a backward; 16 bytes each
 
 
@@ -100,39 +102,46 @@ def _raise(rt: Runtime, plan: Fp8Plan, found: int, *scaled: Scaled | None, least
     plan.raise_amax(rt, 1, len(places), found, *places, *[None] * (_PLACES - len(places)), least)
 
 
-def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, asked: Fp8ForwardOperands) -> None:
+def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, operands: Fp8ForwardOperands) -> None:
     """Run a plan."""
-    q, k, v, terms, scales, out, stats = asked
+    q, k, v, terms, scales, out, stats = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
         return
     assert scales.out is not None
     s, found = scales.s, _amaxes(rt)
-    operands: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
-    operands |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v}
-    operands |= {"s_scale": s.scale, "s_inverse": s.inverse, "out_scale": scales.out.scale}
+    named: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
+    named |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v}
+    named |= {"s_scale": s.scale, "s_inverse": s.inverse, "out_scale": scales.out.scale}
     maxima = {"s_amax": found, "out_amax": found + 16}
-    run_graph(rt, plan.graph, {**operands, **maxima, **near.prepare(rt, lengths)})
+    run_graph(rt, plan.graph, {**named, **maxima, **near.prepare(rt, lengths)})
     _raise(rt, plan, found, s, scales.out, least=1.0)  # of exp(score - largest score), which is quantized
     near.tidy(rt, lengths, out, None, None, stats)
 
 
-def attention_fp8_backward(rt: Runtime, plan: Fp8Plan, asked: Fp8BackwardOperands) -> None:
+def attention_fp8_backward(rt: Runtime, plan: Fp8Plan, operands: Fp8BackwardOperands) -> None:
     """Run a plan."""
-    dy, q, k, v, out, stats, terms, scales, dq, dk, dv = asked
+    dy, q, k, v, out, stats, terms, scales, dq, dk, dv = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, dq, dk, dv, None)
         return
     s, dp, found = scales.s, scales.dp, _amaxes(rt)
     assert scales.dq is not None and scales.dk is not None and scales.dv is not None
-    operands: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
-    operands |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v, "out_inverse": scales.out}
-    operands |= {"dy_inverse": scales.dy, "s_scale": s.scale, "s_inverse": s.inverse}
-    operands |= {"dp_scale": dp.scale, "dp_inverse": dp.inverse}
-    operands |= {"dq_scale": scales.dq.scale, "dk_scale": scales.dk.scale, "dv_scale": scales.dv.scale}
+    named: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
+    named |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v, "out_inverse": scales.out}
+    named |= {"dy_inverse": scales.dy, "s_scale": s.scale, "s_inverse": s.inverse}
+    named |= {"dp_scale": dp.scale, "dp_inverse": dp.inverse}
+    named |= {"dq_scale": scales.dq.scale, "dk_scale": scales.dk.scale, "dv_scale": scales.dv.scale}
     maxima = {f"{name}_amax": found + 16 * i for i, name in enumerate(("dq", "dk", "dv", "dp"))}
-    run_graph(rt, plan.graph, {**operands, **maxima, **near.prepare(rt, lengths)})
+    run_graph(rt, plan.graph, {**named, **maxima, **near.prepare(rt, lengths)})
     _raise(rt, plan, found, scales.dq, scales.dk, scales.dv, dp)
     near.tidy(rt, lengths, dq, dk, dv, None)
+
+
+def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor | None], out: Tensor) -> None:
+    """Each scale and its inverse, in one launch of one warp."""
+    kernel = loader.get(rt, "scale_pairs", args="pppppppppq")
+    missing = [None] * (_SLOTS - len(scales))
+    kernel(rt, 1, 32, *scales, *missing, *places, *missing, out, len(scales))

@@ -1,0 +1,291 @@
+"""`Graph`: layers wired by the names of their values, run as one layer, forward and backward.
+
+A node calls a layer as it is called alone, and nodes run in the order of the graph: same bits, maxima, draws, launches.
+Memory lives as long as somebody will read it. A value goes when its last node has run. In backward, with `release`,
+what a node saved goes when the node's backward has run. The gradients of a value that several nodes read are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import cached_property, lru_cache
+from inspect import signature, unwrap
+from math import prod
+from typing import Any, NamedTuple
+
+from te_core import dtypes
+from te_core.arguments import explained
+from te_core.errors import UnsupportedError
+from te_core.layers.communicator import Communicator, Groups, groups_of
+from te_core.layers.linear import Sink
+from te_core.ops import raw as ops
+from te_core.quantize.operands import Value
+from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
+from te_core.quantized import QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+class Functions(NamedTuple):
+    """A layer's two functions, and whether its backward takes `release`."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    releases: bool = False
+
+
+class View(NamedTuple):
+    """An input whose last dimensions the node takes in another shape: `of` the value, and `to` what the node takes."""
+
+    place: int
+    of: tuple[int, ...]
+    to: tuple[int, ...]
+
+
+class Node(NamedTuple):
+    """A layer of a graph."""
+
+    layer: Any  # `Functions`, or an object with the same attributes
+    spec: Any
+    inputs: tuple[str, ...]  # the values that forward takes, in its order; "" is None
+    outputs: tuple[str, ...]  # the values that forward gives, one for each gradient that backward takes; "": not read
+    wanted: bool = True  # a gradient of some input is wanted
+    products: int = 0  # how many of `ready` and of `sinks` are the node's
+    rows: int = 0  # how many products' slots it has in a scaling state
+    ranks: str = ""  # who shares its work: "tensor" (`Groups.tensor`), "context", or "" nobody
+    views: tuple[View, ...] = ()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What is computed: nodes, each behind those whose values it reads, and the names of what goes in and comes out."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    #: Of each node the values that no later node reads.
+    last: tuple[tuple[str, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        known, reader = {"", *self.inputs}, {}
+        for i, node in enumerate(self.nodes):
+            missing = [name for name in node.inputs if name not in known]
+            if missing:
+                raise UnsupportedError("Graph", f"a node that reads {missing[0]!r}", "values made before", "reorder it")
+            if _inspected(node.spec):
+                raise UnsupportedError(
+                    "Graph", "a node with an inspector", "nodes without", "run the layers one by one"
+                )
+            known.update(node.outputs)
+            reader.update(dict.fromkeys(node.inputs + node.outputs, i))
+        kept = {"", *self.inputs, *self.outputs}
+        last = tuple(
+            tuple(name for name, at in reader.items() if at == i and name not in kept) for i in range(len(self.nodes))
+        )
+        object.__setattr__(self, "last", last)
+
+    def shares(self, options: dict[str, Sequence[Any]]) -> Iterator[tuple[Node, dict[str, Any]]]:
+        """Each node with its share of the scaling state, and of `options`, which have one entry for each product."""
+        scales = options.pop("scales")
+        product = row = 0
+        for i, node in enumerate(self.nodes):
+            share = {
+                name: tuple(each[product : product + node.products])
+                for name, each in options.items()
+                if node.products and each
+            }
+            of_node = scales[i] if type(scales) is tuple else _slots(scales, row, node.rows)  # type: ignore[arg-type]
+            yield node, {"spec": node.spec, "scales": of_node, **share}
+            product, row = product + node.products, row + node.rows
+
+    @cached_property
+    def reach(self) -> tuple[frozenset[int], tuple[frozenset[int], ...]]:
+        """(all nodes that have a backward, for each input those that its gradient goes through)."""
+        each = []
+        for name in self.inputs:
+            behind, through = {name}, []
+            for i, node in enumerate(self.nodes):
+                if node.wanted and not behind.isdisjoint(node.inputs):
+                    through.append(i)
+                    behind |= {*node.outputs} - {""}
+            each.append(frozenset(through))
+        return frozenset().union(*each), tuple(each)
+
+    def made(self, node: Node, name: str) -> bool:
+        """Whether the graph made the memory of this field of what a node saved: no caller's input stands there."""
+        place = _places(node.layer.forward).get(name)
+        return place is None or place >= len(node.inputs) or node.inputs[place] not in self.inputs
+
+
+@explained
+def forward(
+    rt: Runtime,
+    *inputs: Value | None,
+    spec: Graph,
+    scales: Scales | tuple[Scales | None, ...] | None = None,
+    ready: Sequence[QuantizedTensor | None] = (),
+    comm: Communicator | Groups | None = None,
+) -> tuple[tuple[Value, ...], tuple[Any, ...]]:
+    """(outputs, what each node saved). `scales`: the state that all products share, or one for each node; `ready`: the
+    products' weights quantized before."""
+    values: dict[str, Any] = dict(zip(spec.inputs, inputs, strict=True)) | {"": None}
+    leads = {name: t.shape[:-1] for name, t in values.items() if type(t) is Tensor}
+    saved: list[Any] = []
+    for (node, options), last in zip(spec.shares({"scales": scales, "ready": ready}), spec.last, strict=True):  # type: ignore[dict-item]
+        taken = [values[name] for name in node.inputs]
+        for view in node.views:
+            taken[view.place] = _viewed(taken[view.place], view.of, view.to)
+        for name in last:
+            values.pop(name, None)
+        lead, matrix = leads.get(node.inputs[0], ()), type(taken[0]) is QuantizedTensor
+        made, kept = unwrap(node.layer.forward)(rt, *taken, **options, **_ranks(node, comm))
+        del taken
+        for name, t in zip(node.outputs, made, strict=False):
+            if name and name not in last:
+                values[name] = _in_lead(t, lead) if matrix else t
+                leads[name] = _scaled(t, lead) if type(t) is QuantizedTensor else values[name].shape[:-1]
+        del made, t
+        if node.wanted:
+            kept = _shaped(node, kept, forth=False)  # as the value is: an adapter may know it in that shape alone
+            fields = zip(kept._fields, kept, strict=True)
+            kept = kept._make(_own(t) if spec.made(node, name) or _is_bytes(t) else t for name, t in fields)
+        saved.append(kept if node.wanted else None)
+        del kept
+    return tuple(values[name] for name in spec.outputs), tuple(saved)
+
+
+@explained
+def backward(
+    rt: Runtime,
+    *grads_and_saved: Any,
+    spec: Graph,
+    scales: Scales | tuple[Scales | None, ...] | None = None,
+    sinks: Sequence[Sink | None] = (),
+    release: bool = False,
+    comm: Communicator | Groups | None = None,
+    nodes: Sequence[int] | None = None,
+) -> tuple[Value | None, ...]:
+    """The gradients of the inputs, from those of the outputs and from what forward saved. With `release` nobody will
+    read `saved` again. `nodes`: only these run (`Graph.reach`)."""
+    *grads, saved = grads_and_saved
+    lead = next(g.shape[:-1] for g in grads if g is not None)
+    sums = _Sums(rt, dict(zip(spec.outputs, grads, strict=True)))
+    del grads, grads_and_saved
+    shares = [*enumerate(spec.shares({"scales": scales, "sinks": sinks}))]  # type: ignore[dict-item]
+    for (i, (node, options)), kept in zip(reversed(shares), reversed(saved), strict=True):
+        taken = [sums.take(name) for name in node.outputs]
+        if kept is None or taken[0] is None or (nodes is not None and i not in nodes):
+            continue
+        if node.layer.releases:
+            options["release"] = release
+        quantized = type(taken[0]) is QuantizedTensor
+        kept = _shaped(node, kept, forth=True)
+        made = [*unwrap(node.layer.backward)(rt, *taken, kept, **options, **_ranks(node, comm))]
+        if release and not any(sink is not None and sink.queue is not None for sink in options.get("sinks", ())):
+            for name, t in zip(kept._fields, kept, strict=True):
+                if type(t) is Tensor and (spec.made(node, name) or _is_bytes(t)):
+                    t.owner = None
+        del taken
+        if quantized and node.products:  # a matrix of tokens
+            made[0] = _in_lead(made[0], lead)
+        views = {view.place: view for view in node.views}
+        for place, name in enumerate(node.inputs[: len(made)]):
+            g, made[place] = made[place], None
+            if name and g is not None:
+                sums.add(name, _viewed(g, views[place].to, views[place].of) if place in views else g)
+            del g
+    return tuple(sums.take(name) for name in spec.inputs)
+
+
+class _Sums:
+    """Gradients by the names of their values."""
+
+    def __init__(self, rt: Runtime, grads: dict[str, Any]) -> None:
+        self.rt, self.grads = rt, grads
+        self.given = {id(g.owner) for g in grads.values() if g is not None}
+
+    def take(self, name: str) -> Any:
+        """The gradient of a value, for the one who reads it."""
+        return self.grads.pop(name, None)
+
+    def add(self, name: str, g: Any) -> None:
+        """One more part of a value's gradient; it is written into, where nobody else reads it."""
+        before = self.grads.pop(name, None)
+        if before is not None:
+            others = {id(t.owner) for t in (before, *self.grads.values()) if t is not None} | self.given
+            out = None if id(g.owner) in others else g.matrix()
+            g = ops.add(self.rt, g.matrix(), before.matrix(), out=out).reshape(*g.shape)
+        self.grads[name] = g
+
+
+def _slots(scales: Scales | None, first: int, count: int) -> Scales | None:
+    """What `count` products from the `first` one on have of a state."""
+    if scales is None or not count:
+        return None
+
+    def part(t: Tensor | None, slots: int) -> Tensor | None:
+        return None if t is None else t.rows(first * slots, (first + count) * slots)
+
+    forward = scales.forward_scale, scales.forward_amax
+    backward = scales.backward_scale, scales.backward_amax
+    return Scales(*[part(t, FORWARD_SLOTS) for t in forward], *[part(t, BACKWARD_SLOTS) for t in backward])
+
+
+def _ranks(node: Node, comm: Communicator | Groups | None) -> dict[str, Any]:
+    return {"comm": getattr(groups_of(comm), node.ranks)} if node.ranks else {}
+
+
+@lru_cache(maxsize=512)
+def _places(function: Callable[..., Any]) -> dict[str, int]:
+    """The places of a layer's inputs by name: a field that a layer saves under an input's name is that input."""
+    return {name: place for place, name in enumerate(list(signature(unwrap(function)).parameters)[1:])}
+
+
+def _inspected(spec: Any) -> bool:
+    """Whether somebody looks at what a layer of this spec computes."""
+    parts = vars(spec).values() if hasattr(spec, "__dict__") else [getattr(spec, n, None) for n in _slot_names(spec)]
+    return getattr(spec, "inspect", None) is not None or any(_inspected(p) for p in parts if is_dataclass(p))
+
+
+def _slot_names(spec: Any) -> Sequence[str]:
+    return getattr(type(spec), "__slots__", ())
+
+
+def _is_bytes(t: Any) -> bool:
+    """Whether it is a copy that a layer quantized of a caller's input, and saved under the input's name."""
+    return type(t) is Tensor and t.dtype is dtypes.uint8
+
+
+def _own(t: Any) -> Any:
+    """A view of its own, which can be let go of: others may hold what it is a view of."""
+    if type(t) is QuantizedTensor:
+        t = t.block
+    return t if type(t) is not Tensor else Tensor(t.ptr, t.shape, t.dtype, t.device, t.owner, t.strides)
+
+
+def _viewed(t: Tensor, of: tuple[int, ...], to: tuple[int, ...]) -> Tensor:
+    return t.reshape(*t.shape[: len(t.shape) - len(of)], *to)
+
+
+def _shaped(node: Node, kept: Any, forth: bool) -> Any:
+    """What a node saved, with inputs that it takes in another shape in the value's shape, or back (`forth`)."""
+    places = _places(node.layer.forward)
+    for name, t in zip(kept._fields, kept, strict=True) if node.views else ():
+        for view in node.views:
+            of, to = (view.of, view.to) if forth else (view.to, view.of)
+            if places.get(name) == view.place and type(t) is Tensor and t.shape[len(t.shape) - len(of) :] == of:
+                kept = kept._replace(**{name: _viewed(t, of, to)})
+    return kept
+
+
+def _scaled(t: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions of a matrix's tokens: over ranks it may have more rows, or fewer, than what it was made of."""
+    return (lead[0] * t.shape[0] // max(prod(lead), 1), *lead[1:]) if lead else ()
+
+
+def _in_lead(t: Any, lead: tuple[int, ...]) -> Any:
+    """A matrix of tokens in their dimensions; anything else as it is."""
+    if type(t) is not Tensor or len(t.shape) != 2 or len(lead) < 2:
+        return t
+    return t.reshape(*_scaled(t, lead), t.shape[-1])
