@@ -77,8 +77,8 @@ _ATTENTION = (
 )
 
 
-#: Which of forward's arguments behind the first are tensors, or two.
-_TENSORS = (0, 4, 5, 12, 14, 15, 16, 17, 18, 19)
+#: Which of forward's arguments behind the first are tensors, or two; and which of them are lengths.
+_TENSORS, _LENGTHS = (0, 4, 5, 12, 14, 15, 16, 17, 18, 19), (16, 17, 18, 19)
 
 
 class Arguments(NamedTuple):
@@ -372,12 +372,20 @@ class TransformerLayer(Unit):
             inputs = (hidden_states, *[t for some in each for t in some])
             if not all([isinstance(t, torch.Tensor) for t in inputs]):
                 return self._run_parts(hidden_states, given)  # which says what is wrong
+            if any([p in _LENGTHS for p in present]) and self._looks_at_lengths(given, max_seqlen_q, max_seqlen_kv):
+                return self._run_parts(hidden_states, given)
             # What the parts make of tensors depends on which are there, and on which of them are one.
             shared = tuple([next(i for i, other in enumerate(inputs) if other is t) for t in inputs])
             there = tuple([(place, len(some)) for place, some in zip(present, each, strict=True)])
             options = (*[None if place in present else value for place, value in enumerate(given)], there, shared)
         y: torch.Tensor = self._call(inputs, options)
         return y
+
+    def _looks_at_lengths(self, given: tuple[Any, ...], max_q: int | None, max_kv: int | None) -> bool:
+        """Whether attention reads values of lengths: the longest where nobody says it, and all of them on a CPU."""
+        unknown = max_q is None or (self.layer_type == "decoder" and max_kv is None)
+        packed = self._modules["self_attention"].qkv_format == "thd"  # type: ignore[union-attr]
+        return (packed and unknown) or any([given[p] is not None and given[p].is_cpu for p in _LENGTHS])
 
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
         """Run the parts, and see whether they can run as one from now on."""

@@ -130,6 +130,7 @@ def _later() -> dict[str, Any]:
 
 
 TURNS = {"rotary_pos_emb": te.RotaryPositionEmbedding(16).to("cpu")(ROWS)}
+LENGTHS = torch.tensor([0, ROWS - 3, 2 * ROWS - 5], dtype=torch.int32)
 HIDDEN_KEYS = torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool).triu(1)
 #: Options of the constructor, what forward is given besides, and of how many nodes the parts are.
 ONE: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], int]] = {
@@ -148,6 +149,11 @@ ONE: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], int]] = {
 }
 #: What runs part by part, and why.
 PARTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], int]] = {
+    "lengths on a CPU are looked at in each call": (
+        {"self_attn_mask_type": "padding"},
+        lambda: {"cu_seqlens_q": LENGTHS, "cu_seqlens_kv": LENGTHS},
+        5,
+    ),
     "torch's operations drop paths": ({"drop_path_rate": 0.1}, dict, 6),
     "lengths are counted in a mask": (
         {"self_attn_mask_type": "padding"},
