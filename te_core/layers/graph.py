@@ -8,7 +8,7 @@ what a node saved goes when the node's backward has run. The gradients of a valu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, lru_cache
 from inspect import signature, unwrap
 from math import prod
@@ -244,12 +244,9 @@ def _places(function: Callable[..., Any]) -> dict[str, int]:
 
 def _inspected(spec: Any) -> bool:
     """Whether somebody looks at what a layer of this spec computes."""
-    parts = vars(spec).values() if hasattr(spec, "__dict__") else [getattr(spec, n, None) for n in _slot_names(spec)]
-    return getattr(spec, "inspect", None) is not None or any(_inspected(p) for p in parts if is_dataclass(p))
-
-
-def _slot_names(spec: Any) -> Sequence[str]:
-    return getattr(type(spec), "__slots__", ())
+    if not is_dataclass(spec):
+        return False
+    return getattr(spec, "inspect", None) is not None or any(_inspected(getattr(spec, f.name)) for f in fields(spec))
 
 
 def _is_bytes(t: Any) -> bool:

@@ -192,7 +192,7 @@ def parts_of(module: Any) -> list[Any] | None:
     found = [part for part in module.modules() if part is not module and not isinstance(part, ScalingState)]
     for part in found:
         kind: Any = type(part)
-        if not kind.__module__.startswith("te_torch.") or getattr(kind, "as_made", None) != _calls_of(kind):
+        if not kind.__module__.startswith("te_torch.") or getattr(kind, "_as_made", None) != _calls_of(kind):
             return None
         if {"forward", "_compiled_call_impl"} & part.__dict__.keys():
             return None
