@@ -196,13 +196,15 @@ def _run(
     slots = call.layer.slots
     if state is not None and slots is not None:
         handovers.note(scaling.FORWARD, state, inputs[: slots.inputs], slots.input, made[0], slots.output)
-    return made, [None if t is None else _in_shape(t, views) for t in saved]
+    known = [*made, *[v.owner for v in views if v is not None]]
+    return made, [None if t is None else _in_shape(t, known) for t in saved]
 
 
-def _in_shape(t: Any, given: Sequence[Any]) -> torch.Tensor:
-    """What is saved, as a tensor. What the layer made has the shape that the layer gave it."""
+def _in_shape(t: Any, known: Sequence[Any]) -> torch.Tensor:
+    """What is saved, as a tensor. What the layer made has the shape that the layer gave it, but for what is `known`
+    besides: inputs and outputs."""
     owner: torch.Tensor = t.owner
-    own = type(t) is Tensor and owner.shape != t.shape and not any(v is not None and owner is v.owner for v in given)
+    own = type(t) is Tensor and owner.shape != t.shape and not any(owner is other for other in known)
     return owner.view(t.shape) if own else owner
 
 
@@ -325,7 +327,8 @@ class _Eager(torch.autograd.Function):
         if grads[0] is None and not any(g is not None for g in grads):
             return (None,) * (1 + ctx.inputs)
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
-        given = complete(call.layer, grads, kept, call)
+        alone = grads[0] is not None and call.layer.outputs == 1
+        given = [grads[0]] if alone else complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
         scales, options, running = None, call.options, state
         if call.layer.reach is not None and (nodes := _reached(ctx, *call.layer.reach(call.spec))) is not None:
@@ -367,19 +370,17 @@ def _reached(ctx: Any, all_nodes: frozenset[int], of_inputs: Sequence[frozenset[
     found: frozenset[int] = frozenset()
     functions = iter([node for node, _ in ctx.next_functions if node is not None])
     for nodes, needs in zip(of_inputs, ctx.needs_input_grad[1:], strict=True):
-        if needs and _runs(next(functions)):
+        if not needs:
+            continue
+        try:
+            runs = _will_run(next(functions))
+        except RuntimeError:  # so torch answers of a leaf that autograd.grad is asked for, and outside of its engine
+            runs = True
+        if runs:
             found |= nodes
             if found == all_nodes:
                 return None
     return tuple(sorted(found))
-
-
-def _runs(node: Any) -> bool:
-    """Whether the gradient that goes to this node is asked for."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # so torch answers of a leaf that autograd.grad is asked for, and outside of its engine
-        return True
 
 
 def _on_boundary(t: Any, whole: bool) -> Any:
@@ -489,6 +490,7 @@ run_node: Any = super(torch.autograd.Function, _Eager).apply
 #: Whether torch lets a backward free what was saved before it has ended (2.11).
 _frees_saved = hasattr(_Eager, "maybe_clear_saved_tensors")
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_will_run = torch._C._will_engine_execute_node
 
 
 def refuse_double_backward() -> None:

@@ -8,7 +8,7 @@ activation, a tensor that is not dense, or aligned to less than plans look at) g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from operator import itemgetter, or_
 from typing import Any
@@ -136,7 +136,8 @@ class Replay:
         made = self._made
         if made is None:
             outputs, saved = self.tape.result.plain
-            made = self._made = _Made(outputs, self.tape), _Made(saved, self.tape, of_caller=False)
+            known = {*range(self.tape.inputs), *[leaf[0] for leaf in outputs if leaf]}
+            made = self._made = _Made(outputs, self.tape), _Made(saved, self.tape, known)
         outputs, saved = made
         for _, slot, shape in outputs.others:
             held[slot].resize_(shape)
@@ -226,13 +227,13 @@ class _Made:
 
     __slots__ = ("choose", "others")
 
-    def __init__(self, leaves: Sequence[Any], tape: Tape, of_caller: bool = True) -> None:
-        first = 0 if of_caller else tape.inputs  # what is the caller's own may have to stay as it is
+    def __init__(self, leaves: Sequence[Any], tape: Tape, known: Collection[int] = ()) -> None:
+        """`known`: slots that stay as they are, being inputs or outputs."""
         self.choose = chosen([leaf[0] if leaf else -1 for leaf in leaves])  # the last one held is None
         self.others = [
             (i, *leaf)
             for i, leaf in enumerate(leaves)
-            if leaf and leaf[0] >= first and tuple(leaf[1]) != tuple(tape.slots[leaf[0]].shape)
+            if leaf and leaf[0] not in known and tuple(leaf[1]) != tuple(tape.slots[leaf[0]].shape)
         ]
 
     def shaped(self, held: list[Any]) -> Sequence[torch.Tensor | None]:
