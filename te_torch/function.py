@@ -328,7 +328,7 @@ class _Eager(torch.autograd.Function):
             return (None,) * (1 + ctx.inputs)
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
         alone = grads[0] is not None and call.layer.outputs == 1
-        given = [grads[0]] if alone else complete(call.layer, grads, kept, call)
+        given: list[Any] = [grads[0]] if alone else complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
         scales, options, running = None, call.options, state
         if call.layer.reach is not None and (nodes := _reached(ctx, *call.layer.reach(call.spec))) is not None:
