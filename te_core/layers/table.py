@@ -43,31 +43,51 @@ def _clamp(asked: Asked) -> Clamp | None:
     return Clamp(*[float(b if a is None else a) for a, b in zip(values, Clamp(), strict=True)])
 
 
+def _norm(asked: Asked, kind: str = "") -> norm.NormSpec:
+    o = asked.options
+    options = kind or o["normalization"], float(o["eps"]), o["zero_centered_gamma"]
+    return norm.NormSpec(asked.dtype, *options, *o.get("sm_margins", ()))
+
+
+def _stream(asked: Asked) -> Stream | None:
+    """The residual stream of a layer that begins with a norm; without `hidden_dropout` (None) nothing is added."""
+    o = asked.options
+    if not o["stream"]:
+        return None
+    needs = BranchNeeds(*[name in asked.needs for name in ("x", "residual_bias", "residual")])
+    return Stream(None if o["hidden_dropout"] is None else AddSpec(float(o["hidden_dropout"]), needs))
+
+
+_INTO_NORM = "x", "layer_norm_weight", "layer_norm_bias", "residual", "residual_bias"
+
+
+def _of_norm(asked: Asked, product: LinearSpec) -> dict[str, Any]:
+    """Fields of a spec that begins with a norm, before this product."""
+    o = asked.options
+    return {
+        "norm": _norm(asked),
+        "return_norm": o["return_layernorm_output"],
+        "stream": _stream(asked),
+        "again": o.get("recompute_norm_output", False),
+        "gather_norm": o.get("return_layernorm_output_gathered", False) and product.parallel is not None,
+    }
+
+
 def _norm_linear_spec(asked: Asked) -> norm_linear.NormLinearSpec:
-    before = "x", "layer_norm_weight", "layer_norm_bias", "residual", "residual_bias"
-    product = asked.linear("weight", "bias", *before)
-    return norm_linear.NormLinearSpec(asked.norm(), product, asked.options["return_layernorm_output"], asked.stream())
+    product = asked.linear("weight", "bias", *_INTO_NORM)
+    return norm_linear.NormLinearSpec(linear=product, **_of_norm(asked, product))
 
 
 def _mlp_spec(asked: Asked) -> mlp.MLPSpec:
-    before = "x", "layer_norm_weight", "layer_norm_bias", "residual", "residual_bias"
-    fc1 = asked.linear("fc1_weight", "fc1_bias", *before)
-    fc2 = asked.linear("fc2_weight", "fc2_bias", *before, "fc1_weight", "fc1_bias")
-    o = asked.options
-    return mlp.MLPSpec(
-        fc1,
-        fc2,
-        asked.norm(),
-        o["activation"],
-        return_norm=o["return_layernorm_output"],
-        clamp=_clamp(asked),
-        stream=asked.stream(),
-        checkpoint=o["checkpoint"],
-    )
+    fc1 = asked.linear("fc1_weight", "fc1_bias", *_INTO_NORM)
+    fc2 = asked.linear("fc2_weight", "fc2_bias", *_INTO_NORM, "fc1_weight", "fc1_bias", product=1)
+    o, more = asked.options, _of_norm(asked, fc1)
+    return mlp.MLPSpec(fc1, fc2, activation=o["activation"], clamp=_clamp(asked), checkpoint=o["checkpoint"], **more)
 
 
 def _grouped_spec(asked: Asked) -> grouped_linear.GroupedSpec:
-    return grouped_linear.GroupedSpec((asked.linear("weight", "bias", "x"),) * asked.options["num_gemms"])
+    count = asked.options["num_gemms"]
+    return grouped_linear.GroupedSpec(tuple(asked.linear("weight", "bias", "x", product=i) for i in range(count)))
 
 
 def _attention_spec(asked: Asked) -> attention.AttentionLayerSpec:
@@ -285,8 +305,8 @@ _MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG}
 _EACH = {"num_gemms": _IMPLIED}
 _ENTRIES = (
     _layer("linear", linear, "y = x w^T + b", _LINEAR, _TURNED, _product, **_PRODUCT),
-    _layer("layernorm", norm, "LayerNorm of rows", (_X, *_GAMMA_BETA), _NORM, lambda asked: asked.norm("LayerNorm")),
-    _layer("rmsnorm", norm, "RMSNorm of rows", _RMSNORM, _NORM, lambda asked: asked.norm("RMSNorm")),
+    _layer("layernorm", norm, "LayerNorm of rows", (_X, *_GAMMA_BETA), _NORM, lambda asked: _norm(asked, "LayerNorm")),
+    _layer("rmsnorm", norm, "RMSNorm of rows", _RMSNORM, _NORM, lambda asked: _norm(asked, "RMSNorm")),
     _layer(
         "layernorm_linear", norm_linear, "y = norm(x) w^T + b", _NORM_LINEAR, _BEFORE, _norm_linear_spec,
         products=("weight",), **_BEHIND,
@@ -399,7 +419,7 @@ def _transformer_spec(asked: Asked) -> Graph:
     o = asked.options
     normed = "x", "layernorm_qkv_layer_norm_weight", "layernorm_qkv_layer_norm_bias"
     project = asked.linear("layernorm_qkv_weight", "layernorm_qkv_bias", *normed)
-    qkv = norm_linear.NormLinearSpec(asked.norm(), project, stream=Stream())
+    qkv = norm_linear.NormLinearSpec(_norm(asked), project, stream=Stream())
     attended = *normed, "layernorm_qkv_weight", "layernorm_qkv_bias"
     proj = asked.linear("proj_weight", "", *attended)
     out = *attended, "proj_weight"
@@ -410,7 +430,7 @@ def _transformer_spec(asked: Asked) -> Graph:
     p = float(o["hidden_dropout"])
     needs = BranchNeeds(asked.any(*out), "proj_bias" in asked.needs, asked.any(*normed))
     stream = Stream(AddSpec(p, needs))
-    inside = mlp.MLPSpec(fc1, fc2, asked.norm(), o["activation"], clamp=_clamp(asked), stream=stream)
+    inside = mlp.MLPSpec(fc1, fc2, _norm(asked), o["activation"], clamp=_clamp(asked), stream=stream)
     before = asked.any(*inner, "layernorm_mlp_fc2_weight")
     closing = AddSpec(p, BranchNeeds(before, "layernorm_mlp_fc2_bias" in asked.needs, before))
     block = replace(_attention_block("transformer_layer", asked, (qkv, proj), attended), return_bias=True)
