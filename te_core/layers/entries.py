@@ -48,6 +48,7 @@ class Option(NamedTuple):
     most: float | None = None
     none: bool = False  # None is allowed
     implied: bool = False
+    about: str = ""  # what it is, in the documentation of all that have such an option
 
     def said(self) -> str:
         """What is allowed, in words."""
@@ -57,6 +58,8 @@ class Option(NamedTuple):
             words = "a pair of integers from -1 on"
         elif self.kind is bool:
             words = "True or False"
+        elif (self.kind, self.least, self.most) == (float, 0.0, 1.0):
+            words = "a probability"
         else:
             words = {int: "an integer", float: "a finite number"}[self.kind]
             words += "" if self.least is None else f" from {self.least:g}"

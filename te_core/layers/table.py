@@ -33,6 +33,7 @@ from te_core.layers.graph import Graph
 from te_core.layers.linear import LinearSpec
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_core.ops.activation import KINDS, Clamp
+from te_core.ops.norm import KINDS as NORMS
 from te_core.ops.softmax import band_of
 
 
@@ -156,20 +157,44 @@ def _dropped(asked: Asked) -> bool:
 
 _X = Argument("x", "x", "... K")
 _DRAWS = Argument("", "rng", dtypes="draws", optional=True, gradient=False)
-_FLAG, _COUNT = Option(False, bool), Option(0, int, least=0, most=2**31 - 1)
-_PART = Option(0.0, float, least=0.0, most=1.0)
-_NUMBER = Option(None, float, none=True)
-_NORM = {"eps": Option(1e-5, float, least=0.0), "zero_centered_gamma": _FLAG}
-_TURNED = {"turned": _FLAG}
-_NORMED = {"normalization": Option("LayerNorm", str, ("LayerNorm", "RMSNorm")), **_NORM}
+
+
+def _flag(about: str, default: bool | None = False) -> Option:
+    return Option(default, bool, none=default is None, about=about)
+
+
+def _count(about: str) -> Option:
+    return Option(0, int, least=0, most=2**31 - 1, about=about)
+
+
+def _number(about: str) -> Option:
+    return Option(None, float, none=True, about=about)
+
+
+def _probability(that: str) -> Option:
+    return Option(0.0, float, least=0.0, most=1.0, about=f"Probability that {that}.")
+
+
+_EPS = "Number that is added to the variance, or to the mean square, before the square root."
+_NORM = {
+    "eps": Option(1e-5, float, least=0.0, about=_EPS),
+    "zero_centered_gamma": _flag("Whether the norm's weight is stored as its distance from 1."),
+}
+_TURNED = {"turned": _flag("Whether weights lie [in, out], as JAX keeps them.")}
+_NORMED = {"normalization": Option("LayerNorm", str, NORMS, about="Which norm it is."), **_NORM}
+_DROPOUT = {"hidden_dropout": _probability("an element is dropped before it is added to `residual`")}
 _BEFORE = {
     **_NORMED,
-    "return_layernorm_output": _FLAG,
-    "hidden_dropout": _PART,
+    "return_layernorm_output": _flag("Whether the output of the norm is returned, too."),
+    **_DROPOUT,
     **_TURNED,
     "stream": Option(False, bool, implied=True),
 }
-_CLAMP = {"limit": Option(None, float, least=0.0, none=True), "alpha": _NUMBER, "glu_linear_offset": _NUMBER}
+_CLAMP = {
+    "limit": Option(None, float, least=0.0, none=True, about='Bound of the values of "clamped_swiglu". None is 7.'),
+    "alpha": _number('Factor within the sigmoid of "clamped_swiglu". None is 1.702.'),
+    "glu_linear_offset": _number('Addend of the linear part of "clamped_swiglu". None is 1.'),
+}
 _STREAM = (
     Argument("residual", "residual", "... K", optional=True),
     Argument("residual_bias", "branch_bias", "K", optional=True),
@@ -179,7 +204,9 @@ _GAMMA = Argument("layer_norm_weight", "gamma", "K", "any")
 _BETA = Argument("layer_norm_bias", "beta", "K", "any", optional=True)
 _WRITES = ("amax_history_fwd", "amax_history_bwd", "into")
 _CU = Argument("cu_seqlens", "cu_seqlens", "S", "int32", optional=True, gradient=False)
-_WINDOW = Option(None, tuple, none=True)
+_SEEN = """How many keys to the left and to the right of its own place a query sees; -1 is no bound. None bounds
+nothing but what the mask does."""
+_WINDOW = Option(None, tuple, none=True, about=_SEEN)
 _IMPLIED = Option(1, int, least=1, implied=True)
 
 _LINEAR = (
@@ -222,19 +249,28 @@ _ATTENTION = (
     Argument("", "pages", optional=True, gradient=False),
     _DRAWS,
 )
+_PACKED = 'sequence and batch first ("sbhd"), batch first ("bshd"), or packed\n("thd").'
+_FORM = Option("sbhd", str, FORMATS, about=f"How queries, keys and values lie: {_PACKED}")
+_MASK = Option("causal", str, (*MASKS, *MASK_ALIASES), about="What is hidden.")
+_ALIGNED = """Whether a causal mask and a window are aligned to the last key, and not to the first.
+None follows from the mask's name."""
+_DENOMINATOR = 'Denominator: "off-by-one" adds 1 to it, "learnable" adds exp(`softmax_offset`).'
+_CAP = "Bound c of the scores: c * tanh(score / c). 0 leaves them as they are."
+_BIASES = ("no_bias", "post_scale_bias", "alibi")
+_WEIGHTS_DROPPED = {"attention_dropout": _probability("a weight of attention is dropped")}
 _ATTENTION_OPTIONS = {
-    "qkv_format": Option("sbhd", str, FORMATS),
-    "attn_mask_type": Option("causal", str, (*MASKS, *MASK_ALIASES)),
+    "qkv_format": _FORM,
+    "attn_mask_type": _MASK,
     "window_size": _WINDOW,
-    "bottom_right_diagonal": Option(None, bool, none=True),
-    "softmax_scale": _NUMBER,
-    "softmax_type": Option("vanilla", str, SOFTMAX),
-    "logit_softcap": Option(0.0, float, least=0.0),
-    "core_attention_bias_type": Option("no_bias", str, ("no_bias", "post_scale_bias", "alibi")),
-    "attention_dropout": _PART,
-    "deterministic": _FLAG,
-    "max_seqlen_q": _COUNT,
-    "max_seqlen_kv": _COUNT,
+    "bottom_right_diagonal": _flag(_ALIGNED, None),
+    "softmax_scale": _number("Factor of the scores. None is 1 / sqrt(channels of a key)."),
+    "softmax_type": Option("vanilla", str, SOFTMAX, about=_DENOMINATOR),
+    "logit_softcap": Option(0.0, float, least=0.0, about=_CAP),
+    "core_attention_bias_type": Option("no_bias", str, _BIASES, about="Which bias there is."),
+    **_WEIGHTS_DROPPED,
+    "deterministic": _flag("Whether two calls have to give the same bits."),
+    "max_seqlen_q": _count('Length of the longest query sequence; needed with "thd". 0 elsewhere.'),
+    "max_seqlen_kv": _count('Length of the longest sequence of keys; needed with "thd". 0 elsewhere.'),
     "num_attention_heads": _IMPLIED,
     "num_gqa_groups": _IMPLIED,
     "head_dim_qk": _IMPLIED,
@@ -247,9 +283,10 @@ _SOFTMAX = (
     Argument("cu_seqlens_kv", "cu_seqlens_kv", "C", "int32", optional=True, gradient=False),
     Argument("softmax_offset", "sink", "H", "float32", optional=True),
 )
+_CORNER = "To which corner a causal mask is aligned. None has no causal mask."
 _SOFTMAX_OPTIONS = {
-    "scale": Option(1.0, float),
-    "causal": Option(None, str, ("top_left", "bottom_right"), none=True),
+    "scale": Option(1.0, float, about="Factor of the scores."),
+    "causal": Option(None, str, ("top_left", "bottom_right"), none=True, about=_CORNER),
     "window_size": _WINDOW,
 }
 _ROPE = (
@@ -285,24 +322,28 @@ _BEHIND: dict[str, Any] = {"outputs": ("y", "normed", "stream"), "draws": _draws
 _GAMMA_BETA = Argument("weight", "gamma", "K", "any"), Argument("bias", "beta", "K", "any")
 _RMSNORM = _X, _GAMMA_BETA[0], Argument("", "beta", optional=True, gradient=False)
 _MORE = Argument("bias", "bias", "K", optional=True), Argument("residual", "residual", "... K", optional=True)
-_ACTIVATION = {"activation": Option("gelu", str, KINDS), **_CLAMP}
-_ROPE_OPTIONS = {"tensor_format": Option("sbhd", str, FORMATS), "interleaved": _FLAG}
+_ACTIVATION = {"activation": Option("gelu", str, KINDS, about="Function of the MLP, or of the input."), **_CLAMP}
+_PAIRS = _flag("Whether angles turn neighbouring channels, and not those of the two halves.")
+_ROPE_OPTIONS = {"tensor_format": _FORM._replace(about=f"How `t` lies: {_PACKED}"), "interleaved": _PAIRS}
 _ROWS = Option(0, int, least=0, most=2**31 - 1, implied=True)
-_OF_ROUTING = {"map_type": Option("mask", str, ("mask", "index")), "tokens": _ROWS, "rows": _ROWS}
+_MAP = {"map_type": Option("mask", str, ("mask", "index"), about="What the map is."), "tokens": _ROWS, "rows": _ROWS}
 _PERMUTE = (
     Argument("x", "x", "T K"),
     Argument("routing_map", "routing", "T E", "bool|uint8|int32|int64", gradient=False),
     Argument("probs", "probs", "T E", "any", optional=True),
 )
-_PERMUTE_OPTIONS = {"num_out_tokens": Option(-1, int, least=-1, most=2**31 - 1), **_OF_ROUTING}
+_ALL = "Number of rows of the result; what lies behind is dropped. -1 drops nothing."
+_PERMUTE_OPTIONS = {"num_out_tokens": _ROWS._replace(default=-1, least=-1, implied=False, about=_ALL), **_MAP}
 _UNPERMUTE = (
     Argument("x", "x", "R K"),
     Argument("row_id_map", "row_map", "* M", "int32", gradient=False),
     Argument("merging_probs", "weights", "T E", "any", optional=True),
 )
-_UNPERMUTE_OPTIONS = {"num_tokens": Option(None, int, least=0, most=2**31 - 1, none=True), **_OF_ROUTING}
-_MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG}
-_EACH = {"num_gemms": _IMPLIED}
+_BACK = "Number of tokens of the result. None takes it from the map or from `merging_probs`."
+_UNPERMUTE_OPTIONS = {"num_tokens": _ROWS._replace(default=None, none=True, implied=False, about=_BACK), **_MAP}
+_AGAIN = "Whether backward computes the MLP again, so that only the input is kept for it."
+_MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _flag(_AGAIN)}
+_EACH, _L2 = {"num_gemms": _IMPLIED}, {"eps": _NORM["eps"]._replace(default=1e-6)}
 _ENTRIES = (
     _layer("linear", linear, "y = x w^T + b", _LINEAR, _TURNED, _product, **_PRODUCT),
     _layer("layernorm", norm, "LayerNorm of rows", (_X, *_GAMMA_BETA), _NORM, lambda asked: _norm(asked, "LayerNorm")),
@@ -323,9 +364,9 @@ _ENTRIES = (
     _layer("rope", rope, "heads turned by their tokens' angles", _ROPE, _ROPE_OPTIONS, _rope_spec),
     _layer("softmax", softmax, "softmax of attention scores", _SOFTMAX, _SOFTMAX_OPTIONS, _softmax_spec),
     _layer("activation", activation, "act(x); a gated one halves rows", (_X,), _ACTIVATION, _activation_spec),
-    _layer("l2_norm", l2_norm, "x / sqrt(sum(x^2) + eps)", (_X,), {"eps": Option(1e-6, float, least=0.0)}, _l2_spec),
+    _layer("l2_norm", l2_norm, "x / sqrt(sum(x^2) + eps)", (_X,), _L2, _l2_spec),
     _layer(
-        "bias_dropout_add", added, "residual + dropout(x + bias)", (_X, *_MORE, _DRAWS), {"hidden_dropout": _PART},
+        "bias_dropout_add", added, "residual + dropout(x + bias)", (_X, *_MORE, _DRAWS), _DROPOUT,
         _add_spec, draws=_dropped,
     ),
     _layer(
@@ -342,17 +383,20 @@ _ENTRIES = (
 #: A parameter is called by the last two parts of its name in te_torch's module, with an underscore between.
 _ANGLES = Argument("rotary_pos_emb", "rotary_pos_emb", "* A", "float32", optional=True, gradient=False)
 _LENGTHS_OF_BOTH = Argument("cu_seqlens_q", "cu_seqlens_q", "C", "int32", optional=True, gradient=False)
-_HEADS = Option(None, int, least=1, none=True)
+_HEADS = Option(None, int, least=1, none=True, about="Number of heads of queries. It has to be given.")
+_GROUPS = "Number of heads of keys and values, which divides that of queries. None is as many as queries have."
+_BY_HEADS = """Whether rows of the first weight are ordered by heads, and not queries before keys before
+values."""
 #: Head counts are words of the caller's; how wide a head is follows from the projection's rows.
 _BLOCK_OPTIONS = {
     "num_attention_heads": _HEADS,
-    "num_gqa_groups": _HEADS,
-    "qkv_format": Option("sbhd", str, ("sbhd", "bshd")),
-    "attn_mask_type": Option("causal", str, (*[m for m in MASKS if m != "arbitrary"], *MASK_ALIASES)),
+    "num_gqa_groups": _HEADS._replace(about=_GROUPS),
+    "qkv_format": _FORM._replace(choices=("sbhd", "bshd")),
+    "attn_mask_type": _MASK._replace(choices=(*[m for m in MASKS if m != "arbitrary"], *MASK_ALIASES)),
     "window_size": _WINDOW,
-    "qkv_weight_interleaved": Option(True, bool),
-    "rotary_pos_interleaved": _FLAG,
-    "attention_dropout": _PART,
+    "qkv_weight_interleaved": _flag(_BY_HEADS, True),
+    "rotary_pos_interleaved": _PAIRS,
+    **_WEIGHTS_DROPPED,
     "kv_channels": _IMPLIED,
     "turned_by_angles": Option(False, bool, implied=True),
 }
@@ -458,6 +502,9 @@ def _attention_block(op: str, asked: Asked, projections: Any, before: tuple[str,
     return AttentionBlock(qkv, layer, proj, split=split)
 
 
+_DROPPED = {"hidden_dropout": _probability("an element is dropped before it is added to the residual stream")}
+
+
 def _with_attention(draws: Callable[[Asked], bool]) -> Callable[[Asked], bool]:
     return lambda asked: draws(asked) or bool(asked.options["attention_dropout"])
 
@@ -470,9 +517,11 @@ _WHOLE = (
     ),
     _layer(
         "transformer_layer", graph, "x1 = x + attention(norm(x)), y = x1 + mlp(norm(x1))", _TRANSFORMER,
-        {**_NORMED, **_ACTIVATION, **_BLOCK_OPTIONS, "hidden_dropout": _PART}, _transformer_spec,
+        {**_NORMED, **_ACTIVATION, **_BLOCK_OPTIONS, **_DROPPED}, _transformer_spec,
         products=("layernorm_qkv_weight", "proj_weight", "layernorm_mlp_fc1_weight", "layernorm_mlp_fc2_weight"),
         releases=True, draws=_with_attention(_draws), writes=_WRITES,
     ),
 )  # fmt: skip
 LAYERS = {layer.name: layer for layer in (*_ENTRIES, *_WHOLE)}
+#: Options by their own names, as the first layer has them.
+OPTIONS = {name: o for layer in reversed(LAYERS.values()) for name, o in layer.options.items() if not o.implied}
