@@ -28,7 +28,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, check_input
 from te_torch.values import check_flags
 
-_KEPT = "save_original_input"
+_KEPT = "save_original_input"  # an option that changes the spec of a product, not that of the layer
 
 
 class LayerModule(BaseModule):
@@ -50,7 +50,8 @@ class LayerModule(BaseModule):
         super().__init_subclass__(**options)
         if layer is not None:
             cls._layer, cls._entry, cls._operation = layer, LAYERS[layer.entry], f"{cls.__name__}.forward"
-            taken = cls.__init__.__code__.co_varnames
+            code = cls.__init__.__code__
+            taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             cls._optional = tuple(name for name in (*cls._entry.options, _KEPT) if name in taken)
 
     def _arguments(self, dtype: torch.dtype, precision: int) -> dict[str, torch.Tensor | None]:
