@@ -196,14 +196,14 @@ def _run(
     slots = call.layer.slots
     if state is not None and slots is not None:
         handovers.note(scaling.FORWARD, state, inputs[: slots.inputs], slots.input, made[0], slots.output)
-    return made, [None if t is None else _in_shape(t, inputs) for t in saved]
+    return made, [None if t is None else _in_shape(t, views) for t in saved]
 
 
-def _in_shape(t: Any, inputs: Sequence[Any]) -> torch.Tensor:
+def _in_shape(t: Any, given: Sequence[Any]) -> torch.Tensor:
     """What is saved, as a tensor. What the layer made has the shape that the layer gave it."""
     owner: torch.Tensor = t.owner
-    plain = type(t) is Tensor and owner.shape != t.shape and not any(owner is given for given in inputs)
-    return owner.view(t.shape) if plain else owner
+    own = type(t) is Tensor and owner.shape != t.shape and not any(v is not None and owner is v.owner for v in given)
+    return owner.view(t.shape) if own else owner
 
 
 def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: bool = False) -> list[Any]:

@@ -66,8 +66,8 @@ class _Noting(threading.local):
         """Say which module made the last call, where its inputs came from, and whose `_extra` it asked for."""
         if self.notes is not None and self.notes.calls:
             last = self.notes.calls[-1]
-            more = {"weights": weights, "first_microbatch": first_microbatch if weights else None}
-            self.notes.calls[-1] = last._replace(unit=unit, sources=sources, **more)
+            first = first_microbatch if weights else None
+            self.notes.calls[-1] = last._replace(unit=unit, sources=sources, weights=weights, first_microbatch=first)
 
     def came(self, t: torch.Tensor, source: Any) -> None:
         """Say where a tensor came from that a later call may take."""

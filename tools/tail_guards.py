@@ -23,8 +23,8 @@ EXCEPTIONS = "tools/exceptions.toml"
 FOLDERS = ("te_core", "te_torch", "bindings", "tests", "benchmarks", "examples", "tools")
 
 LIMITS = {
-    "python-file": 600,  # lines
-    "python-function": 80,  # lines, decorators not counted
+    "python-file": 800,  # lines
+    "python-function": 120,  # lines, decorators not counted
     "parameters": 8,  # of a Python function; self, cls, *args and **kwargs not counted
     "nesting": 4,  # control blocks inside one another, Python and CUDA
     "cuda-file": 900,

@@ -122,6 +122,7 @@ class AttentionBlock:
         apart = View(0, sides[0].to, heads[0])
         nodes: list[Node] = []
         operands: tuple[str, ...] = base, kv, ""
+        inputs: tuple[str, ...]
         if self.split is not None:
             q, *others = (f"{at}{name}" for name in "qkv")
             angles, cu = (f"{at}q_angles", f"{at}k_angles"), ("", "")
@@ -203,8 +204,8 @@ class TransformerBlock:
             needs = BranchNeeds(any(self.attention.proj.needs), False, wanted)
             nodes.append(Node(ADD, AddSpec(0.0, needs), (out, "", last, ""), ("both",), any(needs)))
             last, bias = "both", ""
-        outputs = ("sum",) if self.output is not None else ("y",)
-        nodes.append(Node(ADD, self.closing, (last, bias, read, "closing_rng"), outputs, any(self.closing.needs)))
+        added = "y" if self.output is None else "sum"
+        nodes.append(Node(ADD, self.closing, (last, bias, read, "closing_rng"), (added,), any(self.closing.needs)))
         if self.output is not None:
             nodes.append(Node(NORM, self.output, ("sum", "layernorm_weight", "layernorm_bias"), ("y",)))
         return graph_of(nodes, inputs, ("y",))

@@ -7,9 +7,9 @@ what a node saved goes when the node's backward has run. The gradients of a valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, is_dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from inspect import signature, unwrap
 from math import prod
 from typing import Any, NamedTuple
@@ -66,6 +66,8 @@ class Graph:
     outputs: tuple[str, ...]
     #: Of each node the values that no later node reads.
     last: tuple[tuple[str, ...], ...] = field(init=False, repr=False, compare=False)
+    #: Of each node its inputs' places by the layer's names for them: a field saved under such a name is that input.
+    places: tuple[Mapping[str, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known, reader = {"", *self.inputs}, {}
@@ -84,6 +86,7 @@ class Graph:
             tuple(name for name, at in reader.items() if at == i and name not in kept) for i in range(len(self.nodes))
         )
         object.__setattr__(self, "last", last)
+        object.__setattr__(self, "places", tuple(_places(node.layer.forward) for node in self.nodes))
 
     def shares(self, options: dict[str, Sequence[Any]]) -> Iterator[tuple[Node, dict[str, Any]]]:
         """Each node with its share of the scaling state, and of `options`, which have one entry for each product."""
@@ -112,9 +115,9 @@ class Graph:
             each.append(frozenset(through))
         return frozenset().union(*each), tuple(each)
 
-    def made(self, node: Node, name: str) -> bool:
-        """Whether the graph made the memory of this field of what a node saved: no caller's input stands there."""
-        place = _places(node.layer.forward).get(name)
+    def made(self, i: int, name: str) -> bool:
+        """Whether the graph made the memory of this field of what node i saved: no caller's input stands there."""
+        place, node = self.places[i].get(name), self.nodes[i]
         return place is None or place >= len(node.inputs) or node.inputs[place] not in self.inputs
 
 
@@ -132,7 +135,8 @@ def forward(
     values: dict[str, Any] = dict(zip(spec.inputs, inputs, strict=True)) | {"": None}
     leads = {name: t.shape[:-1] for name, t in values.items() if type(t) is Tensor}
     saved: list[Any] = []
-    for (node, options), last in zip(spec.shares({"scales": scales, "ready": ready}), spec.last, strict=True):  # type: ignore[dict-item]
+    shares = enumerate(spec.shares({"scales": scales, "ready": ready}))  # type: ignore[dict-item]
+    for (i, (node, options)), last in zip(shares, spec.last, strict=True):
         taken = [values[name] for name in node.inputs]
         for view in node.views:
             taken[view.place] = _viewed(taken[view.place], view.of, view.to)
@@ -147,9 +151,11 @@ def forward(
                 leads[name] = _scaled(t, lead) if type(t) is QuantizedTensor else values[name].shape[:-1]
         del made, t
         if node.wanted:
-            kept = _shaped(node, kept, forth=False)  # as the value is: an adapter may know it in that shape alone
+            kept = _shaped(
+                node, spec.places[i], kept, forth=False
+            )  # as the value is: an adapter may know it in that shape alone
             fields = zip(kept._fields, kept, strict=True)
-            kept = kept._make(_own(t) if spec.made(node, name) or _is_bytes(t) else t for name, t in fields)
+            kept = kept._make(_own(t) if spec.made(i, name) or _is_bytes(t) else t for name, t in fields)
         saved.append(kept if node.wanted else None)
         del kept
     return tuple(values[name] for name in spec.outputs), tuple(saved)
@@ -180,11 +186,11 @@ def backward(
         if node.layer.releases:
             options["release"] = release
         quantized = type(taken[0]) is QuantizedTensor
-        kept = _shaped(node, kept, forth=True)
+        kept = _shaped(node, spec.places[i], kept, forth=True)
         made = [*unwrap(node.layer.backward)(rt, *taken, kept, **options, **_ranks(node, comm))]
         if release and not any(sink is not None and sink.queue is not None for sink in options.get("sinks", ())):
             for name, t in zip(kept._fields, kept, strict=True):
-                if type(t) is Tensor and (spec.made(node, name) or _is_bytes(t)):
+                if type(t) is Tensor and (spec.made(i, name) or _is_bytes(t)):
                     t.owner = None
         del taken
         if quantized and node.products:  # a matrix of tokens
@@ -236,20 +242,15 @@ def _ranks(node: Node, comm: Communicator | Groups | None) -> dict[str, Any]:
     return {"comm": getattr(groups_of(comm), node.ranks)} if node.ranks else {}
 
 
-@lru_cache(maxsize=512)
 def _places(function: Callable[..., Any]) -> dict[str, int]:
-    """The places of a layer's inputs by name: a field that a layer saves under an input's name is that input."""
     return {name: place for place, name in enumerate(list(signature(unwrap(function)).parameters)[1:])}
 
 
 def _inspected(spec: Any) -> bool:
     """Whether somebody looks at what a layer of this spec computes."""
-    parts = vars(spec).values() if hasattr(spec, "__dict__") else [getattr(spec, n, None) for n in _slot_names(spec)]
-    return getattr(spec, "inspect", None) is not None or any(_inspected(p) for p in parts if is_dataclass(p))
-
-
-def _slot_names(spec: Any) -> Sequence[str]:
-    return getattr(type(spec), "__slots__", ())
+    if not is_dataclass(spec):
+        return False
+    return getattr(spec, "inspect", None) is not None or any(_inspected(getattr(spec, f.name)) for f in fields(spec))
 
 
 def _is_bytes(t: Any) -> bool:
@@ -268,9 +269,8 @@ def _viewed(t: Tensor, of: tuple[int, ...], to: tuple[int, ...]) -> Tensor:
     return t.reshape(*t.shape[: len(t.shape) - len(of)], *to)
 
 
-def _shaped(node: Node, kept: Any, forth: bool) -> Any:
+def _shaped(node: Node, places: Mapping[str, int], kept: Any, forth: bool) -> Any:
     """What a node saved, with inputs that it takes in another shape in the value's shape, or back (`forth`)."""
-    places = _places(node.layer.forward)
     for name, t in zip(kept._fields, kept, strict=True) if node.views else ():
         for view in node.views:
             of, to = (view.of, view.to) if forth else (view.to, view.of)

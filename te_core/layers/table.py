@@ -493,7 +493,7 @@ def _attention_block(op: str, asked: Asked, projections: Any, before: tuple[str,
     core = with_mask(core, canonical_mask(op, o["attn_mask_type"]), o["window_size"] or (-1, -1), None)
     turned, interleaved = o["turned_by_angles"], o["qkv_weight_interleaved"]
     needs = attention.AttentionNeeds(*[asked.any(*before)] * 3)
-    packing, qkv, proj = "separate" if turned else "qkv", *projections
+    packing, (qkv, proj) = "separate" if turned else "qkv", projections
     layer = attention.AttentionLayerSpec(core, heads, groups, d, d, needs, packing, interleaved and not turned)
     split = None
     if turned:

@@ -135,8 +135,8 @@ def adam(rt: Runtime, tensors: Sequence[AdamTensors], rule: AdamRule) -> None:
 
 
 @rules("""
-    must isinstance(rule.step, Tensor) or (isinstance(rule.step, Integral) and rule.step >= 1): steps from 1 on; count the
-        step before it
+    must isinstance(rule.step, Tensor) or (isinstance(rule.step, Integral) and rule.step >= 1): steps from 1 on; count
+        the step before it
     rule.grad_scale? [1] f32
     rule.skip? [1] f32|i32
 """)

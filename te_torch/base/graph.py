@@ -192,7 +192,7 @@ def parts_of(module: Any) -> list[Any] | None:
     found = [part for part in module.modules() if part is not module and not isinstance(part, ScalingState)]
     for part in found:
         kind: Any = type(part)
-        if not kind.__module__.startswith("te_torch.") or getattr(kind, "as_made", None) != _calls_of(kind):
+        if not kind.__module__.startswith("te_torch.") or getattr(kind, "_as_made", None) != _calls_of(kind):
             return None
         if {"forward", "_compiled_call_impl"} & part.__dict__.keys():
             return None
@@ -236,7 +236,9 @@ class GraphPlan(Plan):
         self._calls = [*map(_calls_of, self._kinds)]
         #: The dictionaries in which parts of parts stand, and all modules that stand there or in the module's own.
         self._inner = [part._modules for part in parts if any(child in parts for child in part.children())]
-        self._modules = self._all_modules(unit)
+        self._modules = [*unit._modules.values()]
+        for inner in self._inner:
+            self._modules += inner.values()
         self._hooks = [*_GLOBAL_HOOKS, *[getattr(part, name) for part in parts for name in _OF_PARTS]]
         self._watched = [part for part in parts if hasattr(part, "inspector")]
         with_plans = [part for part in parts if part._plans]
@@ -246,7 +248,7 @@ class GraphPlan(Plan):
         #: Of each node: the module, which of its weights have an `_extra`, how many it has, `is_first_microbatch`.
         self._parts_ask = [(n.unit, n.weights, len(n.call.weights), n.first_microbatch) for n in prepared.noted]
         self._weights = [name for n in prepared.noted for name in n.weights]
-        self._dtypes = [prepared.tensors[i].dtype for i in (0, *self.call.weights)]
+        self._dtypes = [prepared.tensors[i].dtype for i in (0, *self.call.weights)]  # type: ignore[union-attr]
         pool = self._pool(unit, inputs)
         self._made(pool)
         tensors = self._order(pool)
@@ -263,12 +265,6 @@ class GraphPlan(Plan):
         found = super().of(unit, prepared, inputs, options, now)
         return None if isinstance(found, GraphPlan) and any(found._hooks) else found
 
-    def _all_modules(self, unit: Any) -> list[Any]:
-        found = [*unit._modules.values()]
-        for inner in self._inner:
-            found += inner.values()
-        return found
-
     def _rules(self, unit: Any, prepared: Prepared) -> Any:
         """The rule of each node's state."""
         state = prepared.state
@@ -280,7 +276,9 @@ class GraphPlan(Plan):
 
     def run(self, unit: Any, inputs: Sequence[Any], options: tuple[Any, ...], now: Now) -> tuple[Any, ...] | None:
         """As any plan, if nothing of the parts has changed and nothing asks for them."""
-        modules = self._all_modules(unit)
+        modules = [*unit._modules.values()]
+        for inner in self._inner:
+            modules += inner.values()
         if (
             len(modules) != len(self._modules)
             or not all(map(is_, modules, self._modules))
@@ -311,7 +309,9 @@ class GraphPlan(Plan):
     ) -> Extra | None:
         """What the parts' calls depend on besides their tensors, in the order of all weights."""
         states = [None] * len(self._parts_ask) if state is None else state.each
-        rest, ready, parameters, known = iter(weights), [], [], None
+        ready: list[Any] = []
+        parameters: list[Any] = []
+        rest, known = iter(weights), None
         for (part, own, count, first_of_part), state_of_part in zip(self._parts_ask, states, strict=True):
             some = [next(rest) for _ in range(count)]
             extra = part._extra(own, some, number, state_of_part, recompute, first_of_part) if own else None

@@ -454,7 +454,12 @@ class BaseModule(TensorParallel, CallingModule):
             self._link_weights(state, runs=False)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """As every module's."""
+        """As every module's.
+
+        Args:
+            name: Name of the parameter.
+            param: Parameter, or None.
+        """
         super().register_parameter(name, param)
         if self.__dict__.get("_primary"):
             self._link_anew()

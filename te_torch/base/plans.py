@@ -34,6 +34,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _dtype_of = attrgetter("dtype")
 #: Source of a layer's input that a plan cannot collect.
 UNKNOWN: Any = object()
+_WANTS = repeat("requires_grad"), repeat(False)  # what `getattr` takes besides each object
 
 
 class Join(NamedTuple):
@@ -197,7 +198,10 @@ class Plan:
         ):
             return None
         pool = self._pool(unit, inputs)
-        if pool[0].__class__ not in _PLAIN or wanted(pool) != self._wanted:
+        if pool[0].__class__ not in _PLAIN:
+            return None
+        # `wanted(pool)`, without a call of a function.
+        if ([*map(getattr, pool, *_WANTS)] if _grad_on() else _inference_on()) != self._wanted:
             return None
         if (self._amp_on or self._joins) and not self._made(pool):
             return None
@@ -280,15 +284,11 @@ class Plan:
         return tuple(given)
 
 
-_WANTS = repeat("requires_grad"), repeat(False)  # what `getattr` takes besides each object
-
-
 def wanted(pool: Sequence[Any]) -> Any:
-    """What autograd wants of a call on these tensors, by which a plan is chosen: the modes of torch, and, in grad mode,
-    which tensors want a gradient, quantized or not. Which layer a module runs depends on it (`needs` of a spec).
+    """What autograd wants of a call on these tensors, by which a plan is chosen: in grad mode which of them want a
+    gradient, quantized or not, else whether torch infers. Which layer a module runs depends on it (`needs` of a spec).
     """
-    inference = _inference_on()
-    return [inference, *map(getattr, pool, *_WANTS)] if _grad_on() else inference
+    return [*map(getattr, pool, *_WANTS)] if _grad_on() else _inference_on()
 
 
 def state_of(unit: Any, rule: Any, region: Any) -> Any:

@@ -24,12 +24,12 @@ class Unit(MarkedModule):
 
     _in_regions = False  # whether regions of low precision change what it does
     _reads_settings = False  # whether environment variables change what it does: see `_settings`
-    as_made: tuple[Any, Any]
+    _as_made: tuple[Any, Any]
     _has_parts = False  # whether parts of it ask by themselves what a checkpoint runs again
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.as_made = cls.forward, cls.__call__  # what a call runs, unless a program sets another one on the class
+        cls._as_made = cls.forward, cls.__call__  # what a call runs, unless a program sets another one on the class
 
     def __init__(self) -> None:
         super().__init__()

@@ -177,7 +177,8 @@ def returned_bias(module: BaseModule, bias: torch.Tensor, names: tuple[str, ...]
     ):
         return bias.clone()
     bias = bias if torch.is_grad_enabled() else bias.detach()
-    either(noting.came, _never)(bias, Of(module, names))
+    note: Any = either(noting.came, _never)
+    note(bias, Of(module, names))
     return bias
 
 

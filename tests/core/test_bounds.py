@@ -21,6 +21,8 @@ BOUNDS = {
     "env._told": "1000",
     "kernels.compiler._headers": "header files",
     "layers.attention._parts": "1024, the least recently used goes",
+    "layers.graph.Graph.reach": "one value, of a graph",
+    "layers.graph._places": "512, the least recently used goes; one for each function of a layer",
     "layers.overlap_choice.measured": "one table",
     "described._done": "classes and functions of the packages",
     "layers.context.sides.planned": "1024, the least recently used goes",

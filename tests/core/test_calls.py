@@ -42,7 +42,7 @@ def test_arguments_stand_as_the_layer_takes_them(layer: Layer) -> None:
 def test_keywords_are_those_that_the_table_speaks_of(layer: Layer) -> None:
     """A keyword that a layer gets one day has to be thought of here."""
     known = {"spec", "scales"} | ({"comm"} if layer.name == "attention" else set())  # over ranks: not offered here
-    of_products = {"inspectors", "ready", "comm", "splits"} if layer.products else set()
+    of_products = {"inspectors", "ready", "comm", "splits", "nodes"} if layer.products else set()
     forward = {p.name for p in _function(layer.forward) if p.kind is Parameter.KEYWORD_ONLY}
     backward = {p.name for p in _function(layer.backward) if p.kind is Parameter.KEYWORD_ONLY}
     assert known <= forward <= known | of_products and known <= backward

@@ -166,7 +166,7 @@ def test_swizzle_takes_whole_tiles():
     for shape, transposed in [((64, 4), False), ((128, 2), False), ((128, 4), True), ((128,), False)]:
         with pytest.raises(ArgumentError, match="swizzle_scales"):
             ops.swizzle_scales(rt, rt.zeros(shape, dtypes.uint8), transposed=transposed)
-    with pytest.raises(ArgumentError, match="dtype of scale"):
+    with pytest.raises(ArgumentError, match="got scale = .*dtype uint8"):
         ops.swizzle_scales(rt, rt.zeros((128, 4), dtypes.float32))
 
 

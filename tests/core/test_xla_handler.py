@@ -49,8 +49,9 @@ def doors(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doors]:
     monkeypatch.setenv("TE_LIBCUDA", str(built() / "libstub.so"))
     monkeypatch.setattr(libraries, "file", lambda name: str(built() / "libstub.so"))
     for place, name, value in ((record, "_runtimes", {}), (record, "_works", {}), (record, "_notes", {}),
-                               (rules.Layered, "made", {}), (c_handler, "_registered", [])):  # fmt: skip
+                               (c_handler, "_registered", [])):  # fmt: skip
         monkeypatch.setattr(place, name, value)
+    jax.clear_caches()
     stub().stub_device(1, *machine.info.capability)
     yield Doors(machine, monkeypatch)
     assert not machine.faults, machine.faults[:3]
@@ -120,7 +121,8 @@ def mlp(recipe: Recipe | None) -> list[record.Work]:
     arrays = {"x": (24, 64), "layer_norm_weight": (64,), "fc1_weight": (256, 64), "fc2_weight": (64, 128)}
     given: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, np.dtype("bfloat16")) for name, shape in arrays.items()}
     options = {"normalization": "RMSNorm", "activation": "swiglu"}
-    whole = rules.Layered.of("layernorm_mlp", options, recipe, False, given)
+    whole = rules.Layered("layernorm_mlp", options, recipe, False, given)
+    whole.settle()
     sides = whole.wanting(frozenset(arrays), True)
     updates = te.scaling(recipe, te.layernorm_mlp).rule.updates() if whole.history else []
     return [sides.forward, sides.backward, *updates]
@@ -253,7 +255,7 @@ def test_which_handler_a_program_names(doors: Doors, monkeypatch: pytest.MonkeyP
     assert isinstance(c_handler.library(), ctypes.CDLL), "this XLA takes the library"
     with pytest.raises(ArgumentError, match="TE_JAX_HANDLER"):
         lowered(monkeypatch, "rust")
-    monkeypatch.setattr(rules.Layered, "made", {})
+    jax.clear_caches()
 
     def refuses(*given: Any, **options: Any) -> Any:
         raise UnsupportedError("program", "a step that no program holds", "others", "nothing")

@@ -468,7 +468,7 @@ def said(rank: Rank, number: int) -> str:
 
 
 REFUSED = (
-    "cp_comm_type='ring'.*p2p, all_gather, a2a, a2a.p2p",
+    "cp_comm_type='ring'.*'p2p', 'all_gather', 'a2a' or 'a2a.p2p'",
     "a list of 2 groups with cp_comm_type='p2p'",
     r"cp_global_ranks=\[5, 6\]",
     "a list of two groups.*own tokens only",

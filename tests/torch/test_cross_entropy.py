@@ -93,7 +93,7 @@ def test_memory_of_the_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize("reduce_loss", [False, True])
-def test_what_is_kept_for_backward(reduce_loss: bool) -> None:
+def test_what_hooks_see_kept_for_backward(reduce_loss: bool) -> None:
     """What the caller has, and one tensor of three numbers for each row."""
     leaf, target = logits_of("cpu", torch.bfloat16)
     kept: list[torch.Tensor] = []

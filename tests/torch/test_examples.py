@@ -17,7 +17,6 @@ import torch
 
 from examples import encoder_decoder, generate, lora, microbatches, moe, vit
 from te_cli import arguments, train, training
-from te_cli.arguments import UserError
 from te_cli.main import main
 from te_cli.settings import TEXT, Settings
 from te_cli.training import Text, Trainer, read_checkpoint
@@ -349,16 +348,6 @@ def test_make_hands_signals_to_the_program() -> None:
     code = 'import os; print(os.environ["STARTED_BY"], os.getpid())'
     shell = subprocess.Popen(["/bin/sh", "-c", line.format(code) + "\n"], stdout=subprocess.PIPE, text=True)
     assert shell.communicate(timeout=60)[0].split() == ["make", "train", str(shell.pid)]
-
-
-def test_a_disk_that_fills_up(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    trainer = Trainer(SMALL, Text(TEXT, torch.device("cpu")), torch.device("cpu"))
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(UserError, match=r"delayed.pt cannot be written after step 0: .*No space left"):
-        train.save(trainer, tmp_path / "delayed.pt")
 
 
 def test_the_example_for_gpus_says_what_it_needs() -> None:

@@ -84,7 +84,7 @@ def test_views_are_of_the_buffers_that_they_are_said_to_be_of(monkeypatch: pytes
 def test_one_counter_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     module = linear()
     with pausing(monkeypatch, nonfinite, "check_surroundings"):
-        first, second = together(*[lambda: nonfinite.counted(module, None, torch.device("cpu"))] * 2)
+        first, second = together(*[lambda: nonfinite.counted(module, None, torch.device("cpu"), False)] * 2)
     assert first is second
 
 

@@ -123,7 +123,7 @@ static void wrong(void) {
     array x, w, y, b, dx;
     const te_layer_slot *slots;
     int32_t inputs, outputs;
-    REFUSED(te_layer_open(rt, "lineal", NULL, &layer), TE_ARGUMENT, "linear, layernorm");
+    REFUSED(te_layer_open(rt, "lineal", NULL, &layer), TE_ARGUMENT, "did you mean linear?");
     EXPECT(layer == NULL);
     REFUSED(te_layer_open(rt, "linear", "{\"turned\": ", &layer), TE_ARGUMENT, "no JSON");
     REFUSED(te_layer_open(rt, "linear", "[]", &layer), TE_ARGUMENT, "options = []");

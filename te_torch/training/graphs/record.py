@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.recipe_fields import documented
 from te_torch import state as scaling
 from te_torch import updates
 from te_torch.autocast import Ran, Region, active
@@ -196,7 +197,8 @@ def _in_words(number: int) -> str:
     precision = precision_of(number)
     if precision is None:
         return "high precision"
-    return f"{recipe_of(number)!r}{', emulated' if precision.emulate else ''}{', strict' if precision.strict else ''}"
+    more = ", emulated" * precision.emulate + ", strict" * precision.strict
+    return f"{documented(recipe_of(number))!r}{more}"
 
 
 def _refuse(module: torch.nn.Module, what: str) -> None:

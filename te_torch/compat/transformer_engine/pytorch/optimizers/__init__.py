@@ -1,0 +1,1 @@
+"""The folder of `transformer_engine.pytorch.optimizers` (te_torch/compat/contents.py)."""
