@@ -54,15 +54,13 @@ def shown(default: Any) -> str:
 
 
 class Describer:
-    """Completes docstrings from texts, or from what `read` makes of one; `allowed(owner, name)` adds which values an
-    argument may have, or ""."""
+    """Completes docstrings from texts, or {name: text}; `allowed(owner, name)` adds which values are allowed, or ""."""
 
     def __init__(self, *texts: str | Mapping[str, str], allowed: Callable[[str, str], str] | None = None) -> None:
         self.common: dict[str, str] = {}
         self.of: dict[str, dict[str, str]] = {}  # what is said of one owner's arguments
         self.allowed = allowed
-        known = [read(text) if isinstance(text, str) else text for text in texts]
-        for key, about in [item for text in known for item in text.items()]:
+        for key, about in [i for text in texts for i in (read(text) if isinstance(text, str) else text).items()]:
             owner, _, name = key.rpartition(".")
             (self.of.setdefault(owner, {}) if owner else self.common)[name] = about
 

@@ -87,8 +87,8 @@ def _mlp_spec(asked: Asked) -> mlp.MLPSpec:
 
 
 def _grouped_spec(asked: Asked) -> grouped_linear.GroupedSpec:
-    count = asked.options["num_gemms"]
-    return grouped_linear.GroupedSpec(tuple(asked.linear("weight", "bias", "x", product=i) for i in range(count)))
+    products = range(asked.options["num_gemms"])
+    return grouped_linear.GroupedSpec(tuple(asked.linear("weight", "bias", "x", product=i) for i in products))
 
 
 def _attention_spec(asked: Asked) -> attention.AttentionLayerSpec:
@@ -121,18 +121,6 @@ def _softmax_spec(asked: Asked) -> softmax.SoftmaxSpec:
     return softmax.SoftmaxSpec(float(o["scale"]), band_of(o["causal"], left, right), "softmax_offset" in asked.needs)
 
 
-def _rope_spec(asked: Asked) -> rope.RopeSpec:
-    return rope.RopeSpec(asked.options["tensor_format"], asked.options["interleaved"])
-
-
-def _activation_spec(asked: Asked) -> activation.ActivationLayerSpec:
-    return activation.ActivationLayerSpec(asked.options["activation"], _clamp(asked))
-
-
-def _l2_spec(asked: Asked) -> l2_norm.L2NormSpec:
-    return l2_norm.L2NormSpec(float(asked.options["eps"]))
-
-
 def _add_spec(asked: Asked) -> AddSpec:
     needs = BranchNeeds(*[name in asked.needs for name in ("x", "bias", "residual")])
     return AddSpec(float(asked.options["hidden_dropout"]), needs)
@@ -159,41 +147,28 @@ _X = Argument("x", "x", "... K")
 _DRAWS = Argument("", "rng", dtypes="draws", optional=True, gradient=False)
 
 
-def _flag(about: str, default: bool | None = False) -> Option:
-    return Option(default, bool, none=default is None, about=about)
-
-
-def _count(about: str) -> Option:
-    return Option(0, int, least=0, most=2**31 - 1, about=about)
-
-
-def _number(about: str) -> Option:
-    return Option(None, float, none=True, about=about)
-
-
-def _probability(that: str) -> Option:
-    return Option(0.0, float, least=0.0, most=1.0, about=f"Probability that {that}.")
-
-
+_FLAG, _COUNT = Option(False, bool), Option(0, int, least=0, most=2**31 - 1)
+_PART, _NUMBER = Option(0.0, float, least=0.0, most=1.0), Option(None, float, none=True)
 _EPS = "Number that is added to the variance, or to the mean square, before the square root."
 _NORM = {
     "eps": Option(1e-5, float, least=0.0, about=_EPS),
-    "zero_centered_gamma": _flag("Whether the norm's weight is stored as its distance from 1."),
+    "zero_centered_gamma": _FLAG._replace(about="Whether the norm's weight is stored as its distance from 1."),
 }
-_TURNED = {"turned": _flag("Whether weights lie [in, out], as JAX keeps them.")}
+_TURNED = {"turned": _FLAG._replace(about="Whether weights lie [in, out], as JAX keeps them.")}
 _NORMED = {"normalization": Option("LayerNorm", str, NORMS, about="Which norm it is."), **_NORM}
-_DROPOUT = {"hidden_dropout": _probability("an element is dropped before it is added to `residual`")}
+_DROPPED = "Probability that an element is dropped before it is added to the residual stream."
+_DROPOUT = {"hidden_dropout": _PART._replace(about=_DROPPED)}
 _BEFORE = {
     **_NORMED,
-    "return_layernorm_output": _flag("Whether the output of the norm is returned, too."),
+    "return_layernorm_output": _FLAG._replace(about="Whether the output of the norm is returned, too."),
     **_DROPOUT,
     **_TURNED,
     "stream": Option(False, bool, implied=True),
 }
 _CLAMP = {
     "limit": Option(None, float, least=0.0, none=True, about='Bound of the values of "clamped_swiglu". None is 7.'),
-    "alpha": _number('Factor within the sigmoid of "clamped_swiglu". None is 1.702.'),
-    "glu_linear_offset": _number('Addend of the linear part of "clamped_swiglu". None is 1.'),
+    "alpha": _NUMBER._replace(about='Factor within the sigmoid of "clamped_swiglu". None is 1.702.'),
+    "glu_linear_offset": _NUMBER._replace(about='Addend of the linear part of "clamped_swiglu". None is 1.'),
 }
 _STREAM = (
     Argument("residual", "residual", "... K", optional=True),
@@ -257,20 +232,20 @@ None follows from the mask's name."""
 _DENOMINATOR = 'Denominator: "off-by-one" adds 1 to it, "learnable" adds exp(`softmax_offset`).'
 _CAP = "Bound c of the scores: c * tanh(score / c). 0 leaves them as they are."
 _BIASES = ("no_bias", "post_scale_bias", "alibi")
-_WEIGHTS_DROPPED = {"attention_dropout": _probability("a weight of attention is dropped")}
+_WEIGHTS_DROPPED = {"attention_dropout": _PART._replace(about="Probability that a weight of attention is dropped.")}
 _ATTENTION_OPTIONS = {
     "qkv_format": _FORM,
     "attn_mask_type": _MASK,
     "window_size": _WINDOW,
-    "bottom_right_diagonal": _flag(_ALIGNED, None),
-    "softmax_scale": _number("Factor of the scores. None is 1 / sqrt(channels of a key)."),
+    "bottom_right_diagonal": _FLAG._replace(default=None, none=True, about=_ALIGNED),
+    "softmax_scale": _NUMBER._replace(about="Factor of the scores. None is 1 / sqrt(channels of a key)."),
     "softmax_type": Option("vanilla", str, SOFTMAX, about=_DENOMINATOR),
     "logit_softcap": Option(0.0, float, least=0.0, about=_CAP),
     "core_attention_bias_type": Option("no_bias", str, _BIASES, about="Which bias there is."),
     **_WEIGHTS_DROPPED,
-    "deterministic": _flag("Whether two calls have to give the same bits."),
-    "max_seqlen_q": _count('Length of the longest query sequence; needed with "thd". 0 elsewhere.'),
-    "max_seqlen_kv": _count('Length of the longest sequence of keys; needed with "thd". 0 elsewhere.'),
+    "deterministic": _FLAG._replace(about="Whether two calls have to give the same bits."),
+    "max_seqlen_q": _COUNT._replace(about='Length of the longest query sequence; needed with "thd". 0 elsewhere.'),
+    "max_seqlen_kv": _COUNT._replace(about='Length of the longest sequence of keys; needed with "thd". 0 elsewhere.'),
     "num_attention_heads": _IMPLIED,
     "num_gqa_groups": _IMPLIED,
     "head_dim_qk": _IMPLIED,
@@ -309,10 +284,6 @@ def _layer(
     return Layer(name, functions.forward, functions.backward, arguments, options, spec, about=about, **more)
 
 
-def _product(asked: Asked) -> LinearSpec:
-    return asked.linear("weight", "bias", "x")
-
-
 def _draws(asked: Asked) -> bool:
     return _stochastic(asked) or _dropped(asked)
 
@@ -323,7 +294,7 @@ _GAMMA_BETA = Argument("weight", "gamma", "K", "any"), Argument("bias", "beta", 
 _RMSNORM = _X, _GAMMA_BETA[0], Argument("", "beta", optional=True, gradient=False)
 _MORE = Argument("bias", "bias", "K", optional=True), Argument("residual", "residual", "... K", optional=True)
 _ACTIVATION = {"activation": Option("gelu", str, KINDS, about="Function of the MLP, or of the input."), **_CLAMP}
-_PAIRS = _flag("Whether angles turn neighbouring channels, and not those of the two halves.")
+_PAIRS = _FLAG._replace(about="Whether angles turn neighbouring channels, and not those of the two halves.")
 _ROPE_OPTIONS = {"tensor_format": _FORM._replace(about=f"How `t` lies: {_PACKED}"), "interleaved": _PAIRS}
 _ROWS = Option(0, int, least=0, most=2**31 - 1, implied=True)
 _MAP = {"map_type": Option("mask", str, ("mask", "index"), about="What the map is."), "tokens": _ROWS, "rows": _ROWS}
@@ -342,10 +313,10 @@ _UNPERMUTE = (
 _BACK = "Number of tokens of the result. None takes it from the map or from `merging_probs`."
 _UNPERMUTE_OPTIONS = {"num_tokens": _ROWS._replace(default=None, none=True, implied=False, about=_BACK), **_MAP}
 _AGAIN = "Whether backward computes the MLP again, so that only the input is kept for it."
-_MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _flag(_AGAIN)}
+_MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG._replace(about=_AGAIN)}
 _EACH, _L2 = {"num_gemms": _IMPLIED}, {"eps": _NORM["eps"]._replace(default=1e-6)}
 _ENTRIES = (
-    _layer("linear", linear, "y = x w^T + b", _LINEAR, _TURNED, _product, **_PRODUCT),
+    _layer("linear", linear, "y = x w^T + b", _LINEAR, _TURNED, lambda a: a.linear("weight", "bias", "x"), **_PRODUCT),
     _layer("layernorm", norm, "LayerNorm of rows", (_X, *_GAMMA_BETA), _NORM, lambda asked: _norm(asked, "LayerNorm")),
     _layer("rmsnorm", norm, "RMSNorm of rows", _RMSNORM, _NORM, lambda asked: _norm(asked, "RMSNorm")),
     _layer(
@@ -361,10 +332,19 @@ _ENTRIES = (
         "attention", attention, "softmax(q k^T) v, the heads of a token side by side", _ATTENTION, _ATTENTION_OPTIONS,
         _attention_spec, draws=lambda asked: bool(asked.options["attention_dropout"]),
     ),
-    _layer("rope", rope, "heads turned by their tokens' angles", _ROPE, _ROPE_OPTIONS, _rope_spec),
+    _layer(
+        "rope", rope, "heads turned by their tokens' angles", _ROPE, _ROPE_OPTIONS,
+        lambda asked: rope.RopeSpec(asked.options["tensor_format"], asked.options["interleaved"]),
+    ),
     _layer("softmax", softmax, "softmax of attention scores", _SOFTMAX, _SOFTMAX_OPTIONS, _softmax_spec),
-    _layer("activation", activation, "act(x); a gated one halves rows", (_X,), _ACTIVATION, _activation_spec),
-    _layer("l2_norm", l2_norm, "x / sqrt(sum(x^2) + eps)", (_X,), _L2, _l2_spec),
+    _layer(
+        "activation", activation, "act(x); a gated one halves rows", (_X,), _ACTIVATION,
+        lambda asked: activation.ActivationLayerSpec(asked.options["activation"], _clamp(asked)),
+    ),
+    _layer(
+        "l2_norm", l2_norm, "x / sqrt(sum(x^2) + eps)", (_X,), _L2,
+        lambda asked: l2_norm.L2NormSpec(float(asked.options["eps"])),
+    ),
     _layer(
         "bias_dropout_add", added, "residual + dropout(x + bias)", (_X, *_MORE, _DRAWS), _DROPOUT,
         _add_spec, draws=_dropped,
@@ -394,7 +374,7 @@ _BLOCK_OPTIONS = {
     "qkv_format": _FORM._replace(choices=("sbhd", "bshd")),
     "attn_mask_type": _MASK._replace(choices=(*[m for m in MASKS if m != "arbitrary"], *MASK_ALIASES)),
     "window_size": _WINDOW,
-    "qkv_weight_interleaved": _flag(_BY_HEADS, True),
+    "qkv_weight_interleaved": _FLAG._replace(default=True, about=_BY_HEADS),
     "rotary_pos_interleaved": _PAIRS,
     **_WEIGHTS_DROPPED,
     "kv_channels": _IMPLIED,
@@ -502,9 +482,6 @@ def _attention_block(op: str, asked: Asked, projections: Any, before: tuple[str,
     return AttentionBlock(qkv, layer, proj, split=split)
 
 
-_DROPPED = {"hidden_dropout": _probability("an element is dropped before it is added to the residual stream")}
-
-
 def _with_attention(draws: Callable[[Asked], bool]) -> Callable[[Asked], bool]:
     return lambda asked: draws(asked) or bool(asked.options["attention_dropout"])
 
@@ -517,7 +494,7 @@ _WHOLE = (
     ),
     _layer(
         "transformer_layer", graph, "x1 = x + attention(norm(x)), y = x1 + mlp(norm(x1))", _TRANSFORMER,
-        {**_NORMED, **_ACTIVATION, **_BLOCK_OPTIONS, **_DROPPED}, _transformer_spec,
+        {**_NORMED, **_ACTIVATION, **_BLOCK_OPTIONS, **_DROPOUT}, _transformer_spec,
         products=("layernorm_qkv_weight", "proj_weight", "layernorm_mlp_fc1_weight", "layernorm_mlp_fc2_weight"),
         releases=True, draws=_with_attention(_draws), writes=_WRITES,
     ),
