@@ -69,6 +69,7 @@ class Layer:
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
     plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
     slots: Slots | None = None  # of what comes and goes quantized
+    entry: str = ""  # its name in the core's table
     #: Of a graph, by its spec: (all nodes that have a backward, for each input those through which its gradient goes).
     #: Where fewer than all are asked for, its backward takes `nodes`.
     reach: Callable[[Any], tuple[frozenset[int], Sequence[frozenset[int]]]] | None = None
@@ -84,6 +85,7 @@ def of_table(entry: str, saved: Callable[..., Any], *, name: str = "", **more: A
     core = LAYERS[entry]
     places = {argument.name: place for place, argument in enumerate(core.arguments)}
     known: dict[str, Any] = {
+        "entry": entry,
         "outputs": len(core.outputs),
         "weights": tuple(places[product] for product in core.products),
         "releases": core.releases,

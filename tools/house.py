@@ -297,16 +297,21 @@ def operations() -> list[str]:
 
 
 def options() -> list[str]:
-    """The keys of dictionaries under te_core/layers whose values are an `Option`."""
+    """The keys of dictionaries under te_core/layers whose values are an `Option`, or another one with changes."""
     trees = [ast.parse(path.read_text()) for module, path in sources().items() if within(module, "te_core.layers")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     made = {"Option"}
     for node in nodes:
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("Option(", "(Option(")):
+        if isinstance(node, ast.Assign) and _root(node.value) in made:
             made |= {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
     pairs = [pair for node in nodes if isinstance(node, ast.Dict) for pair in zip(node.keys, node.values, strict=True)]
-    named = [(key.value, ast.unparse(value).split("(")[0]) for key, value in pairs if isinstance(key, ast.Constant)]
+    named = [(key.value, _root(value)) for key, value in pairs if isinstance(key, ast.Constant)]
     return sorted({str(name) for name, value in named if value in made})
+
+
+def _root(value: ast.expr) -> str:
+    """The name with which an expression, or the first one of a tuple, begins."""
+    return re.split(r"[(.,]", ast.unparse(value).lstrip("("))[0]
 
 
 def spread() -> list[str]:

@@ -10,7 +10,7 @@ it imports the package, mkdocstrings read.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -54,13 +54,13 @@ def shown(default: Any) -> str:
 
 
 class Describer:
-    """Completes docstrings from texts; `allowed(owner, name)` adds which values an argument may have, or ""."""
+    """Completes docstrings from texts, or {name: text}; `allowed(owner, name)` adds which values are allowed, or ""."""
 
-    def __init__(self, *texts: str, allowed: Callable[[str, str], str] | None = None) -> None:
+    def __init__(self, *texts: str | Mapping[str, str], allowed: Callable[[str, str], str] | None = None) -> None:
         self.common: dict[str, str] = {}
         self.of: dict[str, dict[str, str]] = {}  # what is said of one owner's arguments
         self.allowed = allowed
-        for key, about in [item for text in texts for item in read(text).items()]:
+        for key, about in [i for text in texts for i in (read(text) if isinstance(text, str) else text).items()]:
             owner, _, name = key.rpartition(".")
             (self.of.setdefault(owner, {}) if owner else self.common)[name] = about
 

@@ -1,4 +1,4 @@
-"""What the arguments of `te_core.functional` are: arrays and options of layers, and the state of delayed scaling."""
+"""What the arguments of `te_core.functional` are, but for options of layers: their table says that."""
 
 TEXT = """
 x: Input, an array of any library that speaks DLPack. The result is of the same library and type.
@@ -57,46 +57,6 @@ probs: Probability of each token and expert, which move along with the rows. Non
 row_id_map: The map that `moe_permute` gave.
 merging_probs: Factors by which the rows of a token are added up. None adds them up as they are.
 m_splits: How many rows each group has, numbers whose sum is the number of rows.
-activation: Function of the MLP, or of the input.
-limit: Bound of the values of "clamped_swiglu". None is 7.
-alpha: Factor within the sigmoid of "clamped_swiglu". None is 1.702.
-glu_linear_offset: Addend of the linear part of "clamped_swiglu". None is 1.
-normalization: Which norm it is.
-eps: Number that is added to the variance, or to the mean square, before the square root.
-zero_centered_gamma: Whether the norm's weight is stored as its distance from 1.
-return_layernorm_output: Whether the output of the norm is returned, too.
-turned: Whether weights lie [in, out], as JAX keeps them.
-checkpoint: Whether backward computes the MLP again, so that only the input is kept for it.
-hidden_dropout: Probability that an element is dropped before it is added to `residual`.
-transformer_layer.hidden_dropout: Probability that an element is dropped before it is added to the residual
-    stream.
-attention_dropout: Probability that a weight of attention is dropped.
-num_attention_heads: Number of heads of queries. It has to be given.
-num_gqa_groups: Number of heads of keys and values. None is as many as queries have.
-qkv_format: How queries, keys and values lie: sequence and batch first ("sbhd"), batch first ("bshd"), or packed
-    ("thd").
-tensor_format: How `t` lies: sequence and batch first ("sbhd"), batch first ("bshd"), or packed ("thd").
-attn_mask_type: What is hidden.
-window_size: How many keys to the left and to the right of its own place a query sees; -1 is no bound. None is
-    no bound.
-bottom_right_diagonal: Whether a causal mask and a window are aligned to the last key. None follows from the
-    mask's name.
-softmax_scale: Factor of the scores. None is 1 / sqrt(channels of a key).
-softmax_type: Denominator: "off-by-one" adds 1 to it, "learnable" adds exp(`softmax_offset`).
-logit_softcap: Bound c of the scores: c * tanh(score / c). 0 leaves them as they are.
-core_attention_bias_type: Which bias there is.
-deterministic: Whether two calls have to give the same bits.
-max_seqlen_q: Length of the longest query sequence; needed with "thd". 0 elsewhere.
-max_seqlen_kv: Length of the longest sequence of keys; needed with "thd". 0 elsewhere.
-qkv_weight_interleaved: Whether rows of the first weight are ordered by heads, and not queries before keys
-    before values.
-rotary_pos_interleaved: Whether angles turn neighbouring channels, and not those of the two halves.
-interleaved: Whether angles turn neighbouring channels, and not those of the two halves.
-num_out_tokens: Number of rows of the result; what lies behind is dropped. -1 drops nothing.
-map_type: What the map is.
-num_tokens: Number of tokens of the result. None takes it from the map or from `merging_probs`.
-scale: Factor of the scores.
-causal: To which corner a causal mask is aligned. None has no causal mask.
 recipe: Recipe by which operands of products are quantized, such as `Float8CurrentScaling()`. None runs in high
     precision.
 scaling: State of a recipe with a history (`Scaling`), which it needs. None for other recipes.

@@ -70,7 +70,8 @@ def _allowed(layer: str, name: str) -> str:
 
 #: What a layer's table says of types, in words.
 _TYPES = {"x": "", "weight": "", "any": " of any float type"}
-DESCRIBER = Describer(TEXT, allowed=_allowed)
+_OPTIONS = {f"{layer.name}.{name}": o.about for layer in LAYERS.values() for name, o in layer.options.items()}
+DESCRIBER = Describer(_OPTIONS, TEXT, allowed=_allowed)
 
 
 def _each(given: Iterable[Any]) -> Iterator[Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.layers.linear import LinearSpec, Needs
-from te_core.layers.norm import NormSpec
-from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_core.precision import Precision
 from te_core.spelling import choice_error
 
@@ -50,6 +48,7 @@ class Option(NamedTuple):
     most: float | None = None
     none: bool = False  # None is allowed
     implied: bool = False
+    about: str = ""  # what it is, in the documentation of all that have such an option
 
     def said(self) -> str:
         """What is allowed, in words."""
@@ -59,6 +58,8 @@ class Option(NamedTuple):
             words = "a pair of integers from -1 on"
         elif self.kind is bool:
             words = "True or False"
+        elif (self.kind, self.least, self.most) == (float, 0.0, 1.0):
+            words = "a probability"
         else:
             words = {int: "an integer", float: "a finite number"}[self.kind]
             words += "" if self.least is None else f" from {self.least:g}"
@@ -87,29 +88,20 @@ class Asked(NamedTuple):
 
     options: Mapping[str, Any]
     dtype: DType
-    needs: frozenset[str]
-    precision: Precision | None
+    needs: frozenset[str] = frozenset()
+    precision: Precision | None = None
+    products: Sequence[dict[str, Any]] = ()  # of each product: fields of its `LinearSpec`, in the place of these
 
     def any(self, *names: str) -> bool:
         """Whether a gradient of one of these is wanted."""
         return not self.needs.isdisjoint(names)
 
-    def linear(self, weight: str, bias: str, *before: str) -> LinearSpec:
-        """The spec of a linear behind what these arguments enter."""
+    def linear(self, weight: str, bias: str, *before: str, product: int = 0) -> LinearSpec:
+        """The spec of a linear behind what these arguments enter; `product` is its place among the layer's."""
         needs = Needs(self.any(*before), weight in self.needs, bias in self.needs)
-        return LinearSpec(self.dtype, self.precision, needs, turned=self.options.get("turned", False))
-
-    def norm(self, kind: str | None = None) -> NormSpec:
-        """The spec of a norm."""
-        o = self.options
-        return NormSpec(self.dtype, kind or o["normalization"], float(o["eps"]), o["zero_centered_gamma"])
-
-    def stream(self) -> Stream | None:
-        """The residual stream of a layer that begins with a norm."""
-        if not self.options["stream"]:
-            return None
-        needs = BranchNeeds(*[name in self.needs for name in ("x", "residual_bias", "residual")])
-        return Stream(AddSpec(float(self.options["hidden_dropout"]), needs))
+        given: dict[str, Any] = {"precision": self.precision, "needs": needs}
+        given["turned"] = self.options.get("turned", False)
+        return LinearSpec(self.dtype, **given | (self.products[product] if self.products else {}))
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,6 +33,7 @@ from te_core.layers.graph import Graph
 from te_core.layers.linear import LinearSpec
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_core.ops.activation import KINDS, Clamp
+from te_core.ops.norm import KINDS as NORMS
 from te_core.ops.softmax import band_of
 
 
@@ -43,31 +44,51 @@ def _clamp(asked: Asked) -> Clamp | None:
     return Clamp(*[float(b if a is None else a) for a, b in zip(values, Clamp(), strict=True)])
 
 
+def _norm(asked: Asked, kind: str = "") -> norm.NormSpec:
+    o = asked.options
+    options = kind or o["normalization"], float(o["eps"]), o["zero_centered_gamma"]
+    return norm.NormSpec(asked.dtype, *options, *o.get("sm_margins", ()))
+
+
+def _stream(asked: Asked) -> Stream | None:
+    """The residual stream of a layer that begins with a norm; without `hidden_dropout` (None) nothing is added."""
+    o = asked.options
+    if not o["stream"]:
+        return None
+    needs = BranchNeeds(*[name in asked.needs for name in ("x", "residual_bias", "residual")])
+    return Stream(None if o["hidden_dropout"] is None else AddSpec(float(o["hidden_dropout"]), needs))
+
+
+_INTO_NORM = "x", "layer_norm_weight", "layer_norm_bias", "residual", "residual_bias"
+
+
+def _of_norm(asked: Asked, product: LinearSpec) -> dict[str, Any]:
+    """Fields of a spec that begins with a norm, before this product."""
+    o = asked.options
+    return {
+        "norm": _norm(asked),
+        "return_norm": o["return_layernorm_output"],
+        "stream": _stream(asked),
+        "again": o.get("recompute_norm_output", False),
+        "gather_norm": o.get("return_layernorm_output_gathered", False) and product.parallel is not None,
+    }
+
+
 def _norm_linear_spec(asked: Asked) -> norm_linear.NormLinearSpec:
-    before = "x", "layer_norm_weight", "layer_norm_bias", "residual", "residual_bias"
-    product = asked.linear("weight", "bias", *before)
-    return norm_linear.NormLinearSpec(asked.norm(), product, asked.options["return_layernorm_output"], asked.stream())
+    product = asked.linear("weight", "bias", *_INTO_NORM)
+    return norm_linear.NormLinearSpec(linear=product, **_of_norm(asked, product))
 
 
 def _mlp_spec(asked: Asked) -> mlp.MLPSpec:
-    before = "x", "layer_norm_weight", "layer_norm_bias", "residual", "residual_bias"
-    fc1 = asked.linear("fc1_weight", "fc1_bias", *before)
-    fc2 = asked.linear("fc2_weight", "fc2_bias", *before, "fc1_weight", "fc1_bias")
-    o = asked.options
-    return mlp.MLPSpec(
-        fc1,
-        fc2,
-        asked.norm(),
-        o["activation"],
-        return_norm=o["return_layernorm_output"],
-        clamp=_clamp(asked),
-        stream=asked.stream(),
-        checkpoint=o["checkpoint"],
-    )
+    fc1 = asked.linear("fc1_weight", "fc1_bias", *_INTO_NORM)
+    fc2 = asked.linear("fc2_weight", "fc2_bias", *_INTO_NORM, "fc1_weight", "fc1_bias", product=1)
+    o, more = asked.options, _of_norm(asked, fc1)
+    return mlp.MLPSpec(fc1, fc2, activation=o["activation"], clamp=_clamp(asked), checkpoint=o["checkpoint"], **more)
 
 
 def _grouped_spec(asked: Asked) -> grouped_linear.GroupedSpec:
-    return grouped_linear.GroupedSpec((asked.linear("weight", "bias", "x"),) * asked.options["num_gemms"])
+    products = range(asked.options["num_gemms"])
+    return grouped_linear.GroupedSpec(tuple(asked.linear("weight", "bias", "x", product=i) for i in products))
 
 
 def _attention_spec(asked: Asked) -> attention.AttentionLayerSpec:
@@ -100,18 +121,6 @@ def _softmax_spec(asked: Asked) -> softmax.SoftmaxSpec:
     return softmax.SoftmaxSpec(float(o["scale"]), band_of(o["causal"], left, right), "softmax_offset" in asked.needs)
 
 
-def _rope_spec(asked: Asked) -> rope.RopeSpec:
-    return rope.RopeSpec(asked.options["tensor_format"], asked.options["interleaved"])
-
-
-def _activation_spec(asked: Asked) -> activation.ActivationLayerSpec:
-    return activation.ActivationLayerSpec(asked.options["activation"], _clamp(asked))
-
-
-def _l2_spec(asked: Asked) -> l2_norm.L2NormSpec:
-    return l2_norm.L2NormSpec(float(asked.options["eps"]))
-
-
 def _add_spec(asked: Asked) -> AddSpec:
     needs = BranchNeeds(*[name in asked.needs for name in ("x", "bias", "residual")])
     return AddSpec(float(asked.options["hidden_dropout"]), needs)
@@ -136,20 +145,31 @@ def _dropped(asked: Asked) -> bool:
 
 _X = Argument("x", "x", "... K")
 _DRAWS = Argument("", "rng", dtypes="draws", optional=True, gradient=False)
+
+
 _FLAG, _COUNT = Option(False, bool), Option(0, int, least=0, most=2**31 - 1)
-_PART = Option(0.0, float, least=0.0, most=1.0)
-_NUMBER = Option(None, float, none=True)
-_NORM = {"eps": Option(1e-5, float, least=0.0), "zero_centered_gamma": _FLAG}
-_TURNED = {"turned": _FLAG}
-_NORMED = {"normalization": Option("LayerNorm", str, ("LayerNorm", "RMSNorm")), **_NORM}
+_PART, _NUMBER = Option(0.0, float, least=0.0, most=1.0), Option(None, float, none=True)
+_EPS = "Number that is added to the variance, or to the mean square, before the square root."
+_NORM = {
+    "eps": Option(1e-5, float, least=0.0, about=_EPS),
+    "zero_centered_gamma": _FLAG._replace(about="Whether the norm's weight is stored as its distance from 1."),
+}
+_TURNED = {"turned": _FLAG._replace(about="Whether weights lie [in, out], as JAX keeps them.")}
+_NORMED = {"normalization": Option("LayerNorm", str, NORMS, about="Which norm it is."), **_NORM}
+_DROPPED = "Probability that an element is dropped before it is added to the residual stream."
+_DROPOUT = {"hidden_dropout": _PART._replace(about=_DROPPED)}
 _BEFORE = {
     **_NORMED,
-    "return_layernorm_output": _FLAG,
-    "hidden_dropout": _PART,
+    "return_layernorm_output": _FLAG._replace(about="Whether the output of the norm is returned, too."),
+    **_DROPOUT,
     **_TURNED,
     "stream": Option(False, bool, implied=True),
 }
-_CLAMP = {"limit": Option(None, float, least=0.0, none=True), "alpha": _NUMBER, "glu_linear_offset": _NUMBER}
+_CLAMP = {
+    "limit": Option(None, float, least=0.0, none=True, about='Bound of the values of "clamped_swiglu". None is 7.'),
+    "alpha": _NUMBER._replace(about='Factor within the sigmoid of "clamped_swiglu". None is 1.702.'),
+    "glu_linear_offset": _NUMBER._replace(about='Addend of the linear part of "clamped_swiglu". None is 1.'),
+}
 _STREAM = (
     Argument("residual", "residual", "... K", optional=True),
     Argument("residual_bias", "branch_bias", "K", optional=True),
@@ -159,7 +179,9 @@ _GAMMA = Argument("layer_norm_weight", "gamma", "K", "any")
 _BETA = Argument("layer_norm_bias", "beta", "K", "any", optional=True)
 _WRITES = ("amax_history_fwd", "amax_history_bwd", "into")
 _CU = Argument("cu_seqlens", "cu_seqlens", "S", "int32", optional=True, gradient=False)
-_WINDOW = Option(None, tuple, none=True)
+_SEEN = """How many keys to the left and to the right of its own place a query sees; -1 is no bound. None bounds
+nothing but what the mask does."""
+_WINDOW = Option(None, tuple, none=True, about=_SEEN)
 _IMPLIED = Option(1, int, least=1, implied=True)
 
 _LINEAR = (
@@ -202,19 +224,28 @@ _ATTENTION = (
     Argument("", "pages", optional=True, gradient=False),
     _DRAWS,
 )
+_PACKED = 'sequence and batch first ("sbhd"), batch first ("bshd"), or packed\n("thd").'
+_FORM = Option("sbhd", str, FORMATS, about=f"How queries, keys and values lie: {_PACKED}")
+_MASK = Option("causal", str, (*MASKS, *MASK_ALIASES), about="What is hidden.")
+_ALIGNED = """Whether a causal mask and a window are aligned to the last key, and not to the first.
+None follows from the mask's name."""
+_DENOMINATOR = 'Denominator: "off-by-one" adds 1 to it, "learnable" adds exp(`softmax_offset`).'
+_CAP = "Bound c of the scores: c * tanh(score / c). 0 leaves them as they are."
+_BIASES = ("no_bias", "post_scale_bias", "alibi")
+_WEIGHTS_DROPPED = {"attention_dropout": _PART._replace(about="Probability that a weight of attention is dropped.")}
 _ATTENTION_OPTIONS = {
-    "qkv_format": Option("sbhd", str, FORMATS),
-    "attn_mask_type": Option("causal", str, (*MASKS, *MASK_ALIASES)),
+    "qkv_format": _FORM,
+    "attn_mask_type": _MASK,
     "window_size": _WINDOW,
-    "bottom_right_diagonal": Option(None, bool, none=True),
-    "softmax_scale": _NUMBER,
-    "softmax_type": Option("vanilla", str, SOFTMAX),
-    "logit_softcap": Option(0.0, float, least=0.0),
-    "core_attention_bias_type": Option("no_bias", str, ("no_bias", "post_scale_bias", "alibi")),
-    "attention_dropout": _PART,
-    "deterministic": _FLAG,
-    "max_seqlen_q": _COUNT,
-    "max_seqlen_kv": _COUNT,
+    "bottom_right_diagonal": _FLAG._replace(default=None, none=True, about=_ALIGNED),
+    "softmax_scale": _NUMBER._replace(about="Factor of the scores. None is 1 / sqrt(channels of a key)."),
+    "softmax_type": Option("vanilla", str, SOFTMAX, about=_DENOMINATOR),
+    "logit_softcap": Option(0.0, float, least=0.0, about=_CAP),
+    "core_attention_bias_type": Option("no_bias", str, _BIASES, about="Which bias there is."),
+    **_WEIGHTS_DROPPED,
+    "deterministic": _FLAG._replace(about="Whether two calls have to give the same bits."),
+    "max_seqlen_q": _COUNT._replace(about='Length of the longest query sequence; needed with "thd". 0 elsewhere.'),
+    "max_seqlen_kv": _COUNT._replace(about='Length of the longest sequence of keys; needed with "thd". 0 elsewhere.'),
     "num_attention_heads": _IMPLIED,
     "num_gqa_groups": _IMPLIED,
     "head_dim_qk": _IMPLIED,
@@ -227,9 +258,10 @@ _SOFTMAX = (
     Argument("cu_seqlens_kv", "cu_seqlens_kv", "C", "int32", optional=True, gradient=False),
     Argument("softmax_offset", "sink", "H", "float32", optional=True),
 )
+_CORNER = "To which corner a causal mask is aligned. None has no causal mask."
 _SOFTMAX_OPTIONS = {
-    "scale": Option(1.0, float),
-    "causal": Option(None, str, ("top_left", "bottom_right"), none=True),
+    "scale": Option(1.0, float, about="Factor of the scores."),
+    "causal": Option(None, str, ("top_left", "bottom_right"), none=True, about=_CORNER),
     "window_size": _WINDOW,
 }
 _ROPE = (
@@ -252,10 +284,6 @@ def _layer(
     return Layer(name, functions.forward, functions.backward, arguments, options, spec, about=about, **more)
 
 
-def _product(asked: Asked) -> LinearSpec:
-    return asked.linear("weight", "bias", "x")
-
-
 def _draws(asked: Asked) -> bool:
     return _stochastic(asked) or _dropped(asked)
 
@@ -265,28 +293,32 @@ _BEHIND: dict[str, Any] = {"outputs": ("y", "normed", "stream"), "draws": _draws
 _GAMMA_BETA = Argument("weight", "gamma", "K", "any"), Argument("bias", "beta", "K", "any")
 _RMSNORM = _X, _GAMMA_BETA[0], Argument("", "beta", optional=True, gradient=False)
 _MORE = Argument("bias", "bias", "K", optional=True), Argument("residual", "residual", "... K", optional=True)
-_ACTIVATION = {"activation": Option("gelu", str, KINDS), **_CLAMP}
-_ROPE_OPTIONS = {"tensor_format": Option("sbhd", str, FORMATS), "interleaved": _FLAG}
+_ACTIVATION = {"activation": Option("gelu", str, KINDS, about="Function of the MLP, or of the input."), **_CLAMP}
+_PAIRS = _FLAG._replace(about="Whether angles turn neighbouring channels, and not those of the two halves.")
+_ROPE_OPTIONS = {"tensor_format": _FORM._replace(about=f"How `t` lies: {_PACKED}"), "interleaved": _PAIRS}
 _ROWS = Option(0, int, least=0, most=2**31 - 1, implied=True)
-_OF_ROUTING = {"map_type": Option("mask", str, ("mask", "index")), "tokens": _ROWS, "rows": _ROWS}
+_MAP = {"map_type": Option("mask", str, ("mask", "index"), about="What the map is."), "tokens": _ROWS, "rows": _ROWS}
 _PERMUTE = (
     Argument("x", "x", "T K"),
     Argument("routing_map", "routing", "T E", "bool|uint8|int32|int64", gradient=False),
     Argument("probs", "probs", "T E", "any", optional=True),
 )
-_PERMUTE_OPTIONS = {"num_out_tokens": Option(-1, int, least=-1, most=2**31 - 1), **_OF_ROUTING}
+_ALL = "Number of rows of the result; what lies behind is dropped. -1 drops nothing."
+_PERMUTE_OPTIONS = {"num_out_tokens": _ROWS._replace(default=-1, least=-1, implied=False, about=_ALL), **_MAP}
 _UNPERMUTE = (
     Argument("x", "x", "R K"),
     Argument("row_id_map", "row_map", "* M", "int32", gradient=False),
     Argument("merging_probs", "weights", "T E", "any", optional=True),
 )
-_UNPERMUTE_OPTIONS = {"num_tokens": Option(None, int, least=0, most=2**31 - 1, none=True), **_OF_ROUTING}
-_MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG}
-_EACH = {"num_gemms": _IMPLIED}
+_BACK = "Number of tokens of the result. None takes it from the map or from `merging_probs`."
+_UNPERMUTE_OPTIONS = {"num_tokens": _ROWS._replace(default=None, none=True, implied=False, about=_BACK), **_MAP}
+_AGAIN = "Whether backward computes the MLP again, so that only the input is kept for it."
+_MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG._replace(about=_AGAIN)}
+_EACH, _L2 = {"num_gemms": _IMPLIED}, {"eps": _NORM["eps"]._replace(default=1e-6)}
 _ENTRIES = (
-    _layer("linear", linear, "y = x w^T + b", _LINEAR, _TURNED, _product, **_PRODUCT),
-    _layer("layernorm", norm, "LayerNorm of rows", (_X, *_GAMMA_BETA), _NORM, lambda asked: asked.norm("LayerNorm")),
-    _layer("rmsnorm", norm, "RMSNorm of rows", _RMSNORM, _NORM, lambda asked: asked.norm("RMSNorm")),
+    _layer("linear", linear, "y = x w^T + b", _LINEAR, _TURNED, lambda a: a.linear("weight", "bias", "x"), **_PRODUCT),
+    _layer("layernorm", norm, "LayerNorm of rows", (_X, *_GAMMA_BETA), _NORM, lambda asked: _norm(asked, "LayerNorm")),
+    _layer("rmsnorm", norm, "RMSNorm of rows", _RMSNORM, _NORM, lambda asked: _norm(asked, "RMSNorm")),
     _layer(
         "layernorm_linear", norm_linear, "y = norm(x) w^T + b", _NORM_LINEAR, _BEFORE, _norm_linear_spec,
         products=("weight",), **_BEHIND,
@@ -300,12 +332,21 @@ _ENTRIES = (
         "attention", attention, "softmax(q k^T) v, the heads of a token side by side", _ATTENTION, _ATTENTION_OPTIONS,
         _attention_spec, draws=lambda asked: bool(asked.options["attention_dropout"]),
     ),
-    _layer("rope", rope, "heads turned by their tokens' angles", _ROPE, _ROPE_OPTIONS, _rope_spec),
-    _layer("softmax", softmax, "softmax of attention scores", _SOFTMAX, _SOFTMAX_OPTIONS, _softmax_spec),
-    _layer("activation", activation, "act(x); a gated one halves rows", (_X,), _ACTIVATION, _activation_spec),
-    _layer("l2_norm", l2_norm, "x / sqrt(sum(x^2) + eps)", (_X,), {"eps": Option(1e-6, float, least=0.0)}, _l2_spec),
     _layer(
-        "bias_dropout_add", added, "residual + dropout(x + bias)", (_X, *_MORE, _DRAWS), {"hidden_dropout": _PART},
+        "rope", rope, "heads turned by their tokens' angles", _ROPE, _ROPE_OPTIONS,
+        lambda asked: rope.RopeSpec(asked.options["tensor_format"], asked.options["interleaved"]),
+    ),
+    _layer("softmax", softmax, "softmax of attention scores", _SOFTMAX, _SOFTMAX_OPTIONS, _softmax_spec),
+    _layer(
+        "activation", activation, "act(x); a gated one halves rows", (_X,), _ACTIVATION,
+        lambda asked: activation.ActivationLayerSpec(asked.options["activation"], _clamp(asked)),
+    ),
+    _layer(
+        "l2_norm", l2_norm, "x / sqrt(sum(x^2) + eps)", (_X,), _L2,
+        lambda asked: l2_norm.L2NormSpec(float(asked.options["eps"])),
+    ),
+    _layer(
+        "bias_dropout_add", added, "residual + dropout(x + bias)", (_X, *_MORE, _DRAWS), _DROPOUT,
         _add_spec, draws=_dropped,
     ),
     _layer(
@@ -322,17 +363,20 @@ _ENTRIES = (
 #: A parameter is called by the last two parts of its name in te_torch's module, with an underscore between.
 _ANGLES = Argument("rotary_pos_emb", "rotary_pos_emb", "* A", "float32", optional=True, gradient=False)
 _LENGTHS_OF_BOTH = Argument("cu_seqlens_q", "cu_seqlens_q", "C", "int32", optional=True, gradient=False)
-_HEADS = Option(None, int, least=1, none=True)
+_HEADS = Option(None, int, least=1, none=True, about="Number of heads of queries. It has to be given.")
+_GROUPS = "Number of heads of keys and values, which divides that of queries. None is as many as queries have."
+_BY_HEADS = """Whether rows of the first weight are ordered by heads, and not queries before keys before
+values."""
 #: Head counts are words of the caller's; how wide a head is follows from the projection's rows.
 _BLOCK_OPTIONS = {
     "num_attention_heads": _HEADS,
-    "num_gqa_groups": _HEADS,
-    "qkv_format": Option("sbhd", str, ("sbhd", "bshd")),
-    "attn_mask_type": Option("causal", str, (*[m for m in MASKS if m != "arbitrary"], *MASK_ALIASES)),
+    "num_gqa_groups": _HEADS._replace(about=_GROUPS),
+    "qkv_format": _FORM._replace(choices=("sbhd", "bshd")),
+    "attn_mask_type": _MASK._replace(choices=(*[m for m in MASKS if m != "arbitrary"], *MASK_ALIASES)),
     "window_size": _WINDOW,
-    "qkv_weight_interleaved": Option(True, bool),
-    "rotary_pos_interleaved": _FLAG,
-    "attention_dropout": _PART,
+    "qkv_weight_interleaved": _FLAG._replace(default=True, about=_BY_HEADS),
+    "rotary_pos_interleaved": _PAIRS,
+    **_WEIGHTS_DROPPED,
     "kv_channels": _IMPLIED,
     "turned_by_angles": Option(False, bool, implied=True),
 }
@@ -399,7 +443,7 @@ def _transformer_spec(asked: Asked) -> Graph:
     o = asked.options
     normed = "x", "layernorm_qkv_layer_norm_weight", "layernorm_qkv_layer_norm_bias"
     project = asked.linear("layernorm_qkv_weight", "layernorm_qkv_bias", *normed)
-    qkv = norm_linear.NormLinearSpec(asked.norm(), project, stream=Stream())
+    qkv = norm_linear.NormLinearSpec(_norm(asked), project, stream=Stream())
     attended = *normed, "layernorm_qkv_weight", "layernorm_qkv_bias"
     proj = asked.linear("proj_weight", "", *attended)
     out = *attended, "proj_weight"
@@ -410,7 +454,7 @@ def _transformer_spec(asked: Asked) -> Graph:
     p = float(o["hidden_dropout"])
     needs = BranchNeeds(asked.any(*out), "proj_bias" in asked.needs, asked.any(*normed))
     stream = Stream(AddSpec(p, needs))
-    inside = mlp.MLPSpec(fc1, fc2, asked.norm(), o["activation"], clamp=_clamp(asked), stream=stream)
+    inside = mlp.MLPSpec(fc1, fc2, _norm(asked), o["activation"], clamp=_clamp(asked), stream=stream)
     before = asked.any(*inner, "layernorm_mlp_fc2_weight")
     closing = AddSpec(p, BranchNeeds(before, "layernorm_mlp_fc2_bias" in asked.needs, before))
     block = replace(_attention_block("transformer_layer", asked, (qkv, proj), attended), return_bias=True)
@@ -450,9 +494,11 @@ _WHOLE = (
     ),
     _layer(
         "transformer_layer", graph, "x1 = x + attention(norm(x)), y = x1 + mlp(norm(x1))", _TRANSFORMER,
-        {**_NORMED, **_ACTIVATION, **_BLOCK_OPTIONS, "hidden_dropout": _PART}, _transformer_spec,
+        {**_NORMED, **_ACTIVATION, **_BLOCK_OPTIONS, **_DROPOUT}, _transformer_spec,
         products=("layernorm_qkv_weight", "proj_weight", "layernorm_mlp_fc1_weight", "layernorm_mlp_fc2_weight"),
         releases=True, draws=_with_attention(_draws), writes=_WRITES,
     ),
 )  # fmt: skip
 LAYERS = {layer.name: layer for layer in (*_ENTRIES, *_WHOLE)}
+#: Options by their own names, as the first layer has them.
+OPTIONS = {name: o for layer in reversed(LAYERS.values()) for name, o in layer.options.items() if not o.implied}

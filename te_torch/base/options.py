@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from te_core.attention import FORMATS
+from te_core.layers.entries import Option
+from te_core.layers.table import OPTIONS
 from te_core.ops.norm import KINDS as NORMS
 from te_core.ops.norm import MAX_ROW
 from te_core.spelling import choice_error
@@ -71,18 +72,22 @@ def _device(value: Any) -> bool:
     return (device.index or 0) < torch.cuda.device_count()
 
 
-def _one_of(*choices: str) -> _Rule:
-    return _Rule(lambda value: value in choices, " or ".join(map(repr, choices)), choices)
-
-
 def _or_none(rule: _Rule) -> _Rule:
     return _Rule(lambda value: value is None or rule.takes(value), f"{rule.allowed}, or None")
 
 
+def _rule_of(option: Option) -> _Rule:
+    """The rule of an option of layers, for numbers and flags of other libraries' types, too."""
+    stands_for = is_flag if option.kind is bool else is_number if option.kind is float else None
+
+    def takes(value: Any) -> bool:
+        return option.allows(option.kind(value) if stands_for is not None and stands_for(value) else value)
+
+    return _Rule(takes, option.said(), option.choices)
+
+
 _SIZE = _Rule(is_size, "an integer >= 1")
-_EPSILON = _Rule(lambda value: is_number(value) and value >= 0, "a number >= 0")
 _ABOVE = _Rule(lambda value: is_number(value) and value > 0, "a number above 0")
-_PROBABILITY = _Rule(lambda value: is_number(value) and 0 <= value <= 1, "a probability")
 _FLAG = _Rule(is_flag, "True or False")
 _STRING = _Rule(lambda value: isinstance(value, str), "a string")
 _DTYPE = _Rule(_dtype, "float32, bfloat16 or float16 (None: torch's default dtype, which has to be one of these)")
@@ -92,7 +97,10 @@ _DEVICES = "a device of torch, 'cpu', 'meta', or 'cuda' where there is a GPU" + 
     "" if torch.version.cuda else f" and a torch built for CUDA (torch {torch.__version__} is built for the CPU)"
 )
 
+#: Options of which modules take more than their layers.
+_WIDER = ("activation", "attn_mask_type", "core_attention_bias_type", "softmax_type", "window_size")
 _RULES: dict[str, _Rule] = {
+    **{name: _rule_of(option) for name, option in OPTIONS.items() if name not in _WIDER},
     **dict.fromkeys(
         ("in_features", "out_features", "ffn_hidden_size", "num_attention_heads", "num_gemms"), _SIZE
     ),
@@ -102,35 +110,29 @@ _RULES: dict[str, _Rule] = {
          "head_dim_v", "total_num_pages", "page_size", "max_ctx_len"),
         _or_none(_SIZE),
     ),
-    **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), _EPSILON),
+    **dict.fromkeys(("layernorm_epsilon", "qk_norm_eps"), _rule_of(OPTIONS["eps"])),
     "dim": _SIZE,
     "rotary_percent": _Rule(lambda value: is_number(value) and 0 < value <= 1, "a share: above 0, at most 1"),
     "rotary_base": _ABOVE,
     "seq_len_interpolation_factor": _or_none(_ABOVE),
     "pretrained_max_position_embeddings": _or_none(_SIZE),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout", "drop_path_rate"), _PROBABILITY),
+    "drop_path_rate": _rule_of(OPTIONS["hidden_dropout"]),
     **dict.fromkeys(
-        ("bias", "return_bias", "zero_centered_gamma", "fuse_wgrad_accumulation", "delay_wgrad_compute", "checkpoint",
-         "return_layernorm_output", "return_layernorm_output_gathered", "input_layernorm", "output_layernorm",
-         "parallel_attention_mlp", "apply_residual_connection_post_layernorm", "fuse_qkv_params",
-         "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "return_max_logit",
-         "save_original_input", "single_grouped_weight", "single_grouped_bias", "interleaved", "ub_overlap_ag",
-         "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_tp_comm_overlap"),
+        ("bias", "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute", "return_layernorm_output_gathered",
+         "input_layernorm", "output_layernorm", "parallel_attention_mlp", "apply_residual_connection_post_layernorm",
+         "fuse_qkv_params", "qk_norm_before_rope", "return_max_logit", "save_original_input", "single_grouped_weight",
+         "single_grouped_bias", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
+         "ub_bulk_wgrad", "ub_tp_comm_overlap"),
         _FLAG,
     ),
     **dict.fromkeys(
-        ("sequence_parallel", "set_parallel_mode", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal",
-         "is_paged"),
-        _or_none(_FLAG),
+        ("sequence_parallel", "set_parallel_mode", "enc_dec_bottom_right_diagonal", "is_paged"), _or_none(_FLAG)
     ),
     **dict.fromkeys(("params_dtype", "dtype"), _DTYPE),
     **dict.fromkeys(("init_method", "output_layer_init_method", "get_rng_state_tracker"), _CALLABLE),
     **dict.fromkeys(("window_size", "enc_dec_window_size"), _or_none(_Rule(_window, "two integers (left, right)"))),
     "hidden_size": _SIZE,
-    **dict.fromkeys(("qkv_format", "attn_input_format"), _one_of(*FORMATS)),
-    "normalization": _one_of(*NORMS),
-    "softmax_scale": _or_none(_Rule(is_number, "a finite number")),
-    "logit_softcap": _EPSILON,
+    "attn_input_format": _rule_of(OPTIONS["qkv_format"]),
     "sm_margin": _Rule(_margins, "an integer >= 0, or a dict of these for 'forward', 'backward' and 'inference'"),
     "activation_params": _or_none(
         _Rule(lambda value: isinstance(value, Mapping) and all(map(is_number, value.values())), "a dict of numbers")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.layers import residual as core
-from te_core.layers.residual import AddSpec, BranchNeeds, Stream
+from te_core.layers.residual import AddSpec, BranchNeeds
 from te_torch.base.module import wants_grad
 from te_torch.calls import made_of_constants
 from te_torch.draws import random_pair
@@ -24,9 +24,6 @@ from te_torch.function import Call, apply, of_table, register
 from te_torch.noting import Drawn
 
 ADD = of_table("bias_dropout_add", core.AddSaved, twins=(0, 2), plain=layers.bias_dropout_add)
-
-#: What a module's call depends on of a stream: adds, p, and which gradients are wanted (x, bias, residual).
-StreamKey = tuple[bool, float, bool, bool, bool]
 
 
 class Branch(NamedTuple):
@@ -49,14 +46,6 @@ class Branch(NamedTuple):
         return bias_dropout_add(self.x, self.bias, self.residual, self.p, True, self.rng)
 
 
-class Entry(NamedTuple):
-    """A branch as a layer takes it: its key, the tensors that go behind the layer's own, and their sources."""
-
-    key: StreamKey | None
-    tensors: tuple[torch.Tensor | None, ...]  # residual, bias, rng
-    sources: tuple[Any, ...]
-
-
 def given_of(inp: torch.Tensor | Branch) -> tuple[tuple[Any, ...], Any]:
     """A module's inputs, and of a branch the option (adds, p): what a plan compares."""
     if not isinstance(inp, Branch):
@@ -64,29 +53,22 @@ def given_of(inp: torch.Tensor | Branch) -> tuple[tuple[Any, ...], Any]:
     return (inp.x, inp.residual, inp.bias, inp.rng), (inp.residual is not None, inp.p)
 
 
-def enter_stream(inputs: tuple[Any, ...], stream: Any, x: torch.Tensor, grad: bool) -> Entry:
-    """How a module begins with what `given_of` gave; `x` is the branch's own x in the compute dtype."""
+def enter_stream(
+    inputs: tuple[Any, ...], stream: Any, x: torch.Tensor
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[Any, ...]]:
+    """(residual, bias, rng), which go behind a layer's own tensors, and their sources, of what `given_of` gave; `x` is
+    the branch's own x in the compute dtype."""
     if stream is None:
-        return Entry(None, (), ())
+        return (), ()
     adds, p = stream
     if not adds:
-        return Entry((False, 0.0, False, False, False), (None, None, None), (None, None, None))
+        return (None, None, None), (None, None, None)
     residual, bias, rng = _like(x, inputs[1]), _like(x, inputs[2]), inputs[3]
-    assert residual is not None
     drawn = rng is None and p > 0.0
     if drawn:
         rng = random_pair(x)
-    key = (True, p, grad and x.requires_grad, grad and wants_grad(bias), grad and residual.requires_grad)
     sources = 1, None if bias is None else 2, Drawn(None, -1) if drawn else None if rng is None else 3
-    return Entry(key, (residual, bias, rng), sources)
-
-
-def stream_of(key: StreamKey | None) -> Stream | None:
-    """The core's description of a stream."""
-    if key is None:
-        return None
-    adds, p, *needs = key
-    return Stream(AddSpec(p, BranchNeeds(*needs)) if adds else None)
+    return (residual, bias, rng), sources
 
 
 def bias_dropout_add(

@@ -2,8 +2,6 @@
 
 TEXT = """
 num_attention_heads: Number of heads of the queries, over all ranks.
-num_gqa_groups: Number of heads of keys and values, which has to divide the number of heads. None is as many as
-    queries have.
 kv_channels: Channels of a head. None is hidden_size / num_attention_heads.
 DotProductAttention.kv_channels: Channels of a head, or two numbers: of queries and keys, and of values.
 attention_dropout: Probability that a weight of attention is dropped while training.
@@ -19,13 +17,9 @@ self_attn_mask_type: Mask of self attention, by the names that `DotProductAttent
 forward.self_attn_mask_type: Mask of self attention in this call. None is the constructor's.
 enc_dec_attn_mask_type: Mask of cross attention, by the same names.
 forward.enc_dec_attn_mask_type: Mask of cross attention in this call. None is the constructor's.
-window_size: How many keys to the left and to the right of its own place a query sees, (left, right); -1 is no
-    bound. None bounds nothing but what the mask does.
 forward.window_size: The window of this call, (left, right). None is the constructor's.
 enc_dec_window_size: `window_size` of cross attention. None bounds nothing.
 forward.enc_dec_window_size: The window of cross attention in this call. None is the constructor's.
-bottom_right_diagonal: Whether a causal mask and a window are aligned to the last key, and not to the first.
-    None follows from the mask's name.
 forward.bottom_right_diagonal: The same of this call. None is the constructor's.
 enc_dec_bottom_right_diagonal: `bottom_right_diagonal` of cross attention. None follows from the mask's name.
 forward.enc_dec_bottom_right_diagonal: The same of cross attention in this call. None is the constructor's.
@@ -34,10 +28,8 @@ layer_number: Number of the layer in its model, from 1 on; KV caches are found b
 allocate_memory.layer_number: Number of the layer.
 step.layer_number: Number of the layer.
 convert_paged_to_nonpaged.layer_number: Number of the layer.
-softmax_scale: Number that the scores are multiplied by. None is 1 / sqrt(channels of a key).
 softmax_type: "vanilla"; "off-by-one", which adds 1 to the denominator; or "learnable", whose addend is a
     parameter of each head.
-logit_softcap: Bound c of the scores: c * tanh(score / c). 0 leaves them as they are.
 return_max_logit: Whether the largest score of each head is returned, too.
 cp_group: Process group over which sequences are spread (context parallelism), a mesh of one dimension, or [a2a
     group, p2p group] for "a2a+p2p". None: sequences are whole on every rank.
@@ -100,9 +92,6 @@ rotary_pos_emb: Angles of rotary position embedding, or a pair for queries and k
 input_layernorm: Whether a norm stands before the projection.
 fuse_qkv_params: Whether queries, keys and values share one weight; needed for `fuse_wgrad_accumulation` and for
     `quantized_model_init`.
-qkv_weight_interleaved: Whether the rows of that weight are ordered by heads, and not queries before keys before
-    values.
-rotary_pos_interleaved: Whether angles turn neighbouring channels, and not those of the two halves.
 qk_norm_type: Norm of queries and keys before attention: "L2Normalization", "RMSNorm" or "LayerNorm". None has
     none.
 qk_norm_eps: `eps` of that norm.
@@ -140,7 +129,6 @@ seq_len_interpolation_factor: Factor that positions are divided by, together wit
     `pretrained_max_position_embeddings`. None leaves positions as they are.
 pretrained_max_position_embeddings: Length that the model was trained with. None leaves positions as they are.
 rotary_base: Base of the angles.
-interleaved: Whether angles are for neighbouring channels, and not for those of the two halves.
 max_seq_len: Number of positions.
 offset: First position.
 t: Tensor with sequences along `seq_dim`.

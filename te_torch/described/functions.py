@@ -93,7 +93,6 @@ kind: Class of the norm, or its full name "package.module.Class".
 like: Class of ours that computes the same: `RMSNorm` or `LayerNorm`.
 register_norm.eps: Name of the attribute that holds it, or a number. None tries the usual names.
 register_norm.weight: Name of the norm's weight.
-register_norm.zero_centered_gamma: Whether that weight is stored as its distance from 1.
 moe_permute.inp: Tokens [tokens, features].
 moe_permute_with_probs.inp: Tokens [tokens, features].
 moe_permute_and_pad_with_probs.inp: Tokens [tokens, features].

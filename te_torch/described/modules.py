@@ -8,10 +8,7 @@ _Norm.hidden_size: Older name of `normalized_shape`.
 ffn_hidden_size: Size between the two products of the MLP; a gated activation reads twice as many columns.
 normalized_shape: Size of the trailing dimension that is normalized, or a sequence of sizes of the trailing
     dimensions. It has to be given, unless `hidden_size` is.
-eps: Number that is added to the variance, or to the mean square, before the square root.
 layernorm_epsilon: `eps` of the normalizations.
-zero_centered_gamma: Whether the norm's weight is stored as its distance from 1, so that it begins at 0.
-normalization: Which normalization stands before the product: "LayerNorm" or "RMSNorm".
 sm_margin: How many multiprocessors the norm's kernels leave free; a dict gives each of "forward", "backward"
     and "inference" a number of its own.
 bias: Whether there are additive biases, which begin at 0.
@@ -36,13 +33,11 @@ align_size: The rows of each group become a multiple of this number. None is wha
 parameters_split: Names of parameters into which the rows of weight and bias are divided: a list of names for
     equal parts, or a dict of name: rows. The parameters are called `NAME_weight` and `NAME_bias`. None keeps
     one `weight`.
-return_layernorm_output: Whether the output of the norm is returned, too, as the last result.
 return_layernorm_output_gathered: Whether that output has the tokens of all ranks, under sequence parallelism.
 activation: Function between the two products: "gelu", "qgelu", "relu", "srelu" ("squared_relu"), "silu", or
     gated "geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu" and "clamped_swiglu".
 activation_params: Numbers of "clamped_swiglu" by name: `limit`, `alpha` and `glu_linear_offset`. None are the
     usual ones.
-checkpoint: Whether backward computes the MLP again, so that only the input is kept for it.
 fuse_wgrad_accumulation: Whether backward adds the weight's gradient to `weight.main_grad`, which a trainer
     allocates, in the place of `weight.grad`.
 delay_wgrad_compute: Whether backward leaves weight gradients out until `backward_dw()` is called.

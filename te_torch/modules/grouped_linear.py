@@ -17,7 +17,9 @@ import torch
 from te_core import env
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
-from te_core.layers.linear import LinearSpec, Needs
+from te_core.layers.entries import Asked
+from te_core.layers.linear import Needs
+from te_core.layers.table import LAYERS
 from te_core.tensor import dense_strides
 from te_torch.base.checkpoint_state import WithExtraState
 from te_torch.base.module import BaseModule, normal_init
@@ -34,7 +36,7 @@ from te_torch.forks import fork_of
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
 from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host_copy, rows_of
-from te_torch.modules.linear import empty_bias, returned_bias
+from te_torch.modules.layer import empty_bias, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, check_input, default_device, to_core, to_core_shape
@@ -233,15 +235,18 @@ class GroupedLinear(BaseModule):
         rules = [self._precision(precision, gemm) if precision else None for gemm in range(self.num_gemms)]
         check_recipe_fits(self, rules[0])
         kind = None if weight_dtype is None else TO_CORE[weight_dtype]
-        original = [keeps_original(self, precision, rule) for rule in rules]
-        spec = core.GroupedSpec(
-            tuple(
-                LinearSpec(TO_CORE[dtype], rule, Needs(before, weight, bias), request, kind, original_input=keep)
-                for rule, weight, bias, request, keep in zip(
-                    rules, weights, biases, self._requests(), original, strict=True
-                )
-            )
-        )
+        products: list[dict[str, Any]] = [
+            {
+                "precision": rule,
+                "needs": Needs(before, weight, bias),
+                "inspect": request,
+                "weight_dtype": kind,
+                "original_input": keeps_original(self, precision, rule),
+            }
+            for rule, weight, bias, request in zip(rules, weights, biases, self._requests(), strict=True)
+        ]
+        asked = Asked({"num_gemms": self.num_gemms}, TO_CORE[dtype], products=products)
+        spec = LAYERS["grouped_linear"].spec(asked)
         needed = before or any(weights) or any(biases)
         return register(_layer(self.num_gemms), spec, needed, self._inspectors())
 

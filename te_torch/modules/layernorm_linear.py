@@ -8,27 +8,22 @@ from typing import Any
 import torch
 
 from te_core.errors import UnsupportedError
-from te_core.layers import norm
 from te_core.layers import norm_linear as core
 from te_torch.autocast import Now
-from te_torch.base.module import BaseModule, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
 from te_torch.base.plans import Prepared
-from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
+from te_torch.base.residual import Branch, given_of
 from te_torch.base.unit import Unit
 from te_torch.calls import OF_NORM_LINEAR
 from te_torch.deprecation import deprecated
-from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
-from te_torch.function import Call, of_table, register
-from te_torch.modules.linear import SplitParameters, empty_bias, returned_bias
+from te_torch.function import of_table
+from te_torch.modules.layer import LayerModule
+from te_torch.modules.linear import SplitParameters
 from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins
-from te_torch.noting import Drawn
-from te_torch.precisions import draws
-from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, check_input, default_device
+from te_torch.runtime import default_device
 
 NORM_LINEAR = of_table(
     "layernorm_linear",
@@ -42,7 +37,7 @@ NORM_LINEAR = of_table(
 )
 
 
-class NormParameters(BaseModule):
+class NormParameters(LayerModule):
     """A module that begins with a norm over its input: `layer_norm_weight`, `layer_norm_bias`.
 
     With `recompute_norm_output = True`, an attribute to be set at any time, backward computes the norm's output again
@@ -75,11 +70,12 @@ class NormParameters(BaseModule):
             if self._parameters.get(name) is not None:
                 self._initialise(name)
 
-    def _norm_parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _arguments(self, dtype: torch.dtype, precision: int) -> dict[str, torch.Tensor | None]:
         gamma = self._tensor("layer_norm_weight")
         if gamma.dtype != dtype:
             self._require_autocast("layer_norm_weight", gamma, dtype)  # the norm itself takes any dtype
-        return gamma, self._tensor("layer_norm_bias")
+        norm = {"layer_norm_weight": gamma, "layer_norm_bias": self._tensor("layer_norm_bias")}
+        return {**norm, **super()._arguments(dtype, precision)}
 
     def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         """As any module's; a compiler sees the sum of a branch as an operation of its own, and fuses around it."""
@@ -92,26 +88,22 @@ class NormParameters(BaseModule):
         return (*out, total) if isinstance(out, tuple) else (out, total)
 
     def _options(self) -> dict[str, Any]:
-        return {
-            **super()._options(),
-            "normalization": self.normalization,
-            "eps": self.eps,
-            "zero_centered_gamma": self.zero_centered_gamma,
-            "return_layernorm_output": self.return_layernorm_output,
-        }
+        return {**super()._options(), **{name: getattr(self, name) for name in self._optional}}
 
-    def _facts(self) -> tuple[Any, ...]:
-        norm_facts = self.normalization, self.eps, self.zero_centered_gamma, self.training, *margin_facts(self._margins)
-        return *super()._facts(), *norm_facts, self.return_layernorm_output
+    def _by_mode(self) -> tuple[Any, ...]:
+        return self.training, self.recompute_norm_output, *margin_facts(self._margins)
 
-    def _norm_spec(self, dtype: torch.dtype) -> norm.NormSpec:
-        margin = self._margins["forward" if self.training else "inference"]
-        return norm.NormSpec(
-            TO_CORE[dtype], self.normalization, self.eps, self.zero_centered_gamma, margin, self._margins["backward"]
-        )
+    def _spec_options(self, stream: Any) -> dict[str, Any]:
+        more = ("recompute_norm_output", "return_layernorm_output_gathered")
+        margins = self._margins["forward" if self.training else "inference"], self._margins["backward"]
+        own = {name: bool(getattr(self, name)) for name in more}
+        return {**super()._spec_options(stream), **own, "sm_margins": margins}
+
+    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now, stream: Any = None) -> Prepared:
+        return super()._prepare(inputs, options[:-1], now, options[-1])
 
 
-class LayerNormLinear(NormParameters, SplitParameters):
+class LayerNormLinear(NormParameters, SplitParameters, layer=NORM_LINEAR):
     """y = norm(x) w^T + b, in the precision of the active `autocast` region.
 
     Raises:
@@ -190,58 +182,3 @@ class LayerNormLinear(NormParameters, SplitParameters):
                 )
         inputs, stream = given_of(inp)
         return self._call(inputs, (is_first_microbatch, fp8_output, fp8_grad, stream))
-
-    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
-        is_first_microbatch, fp8_output, fp8_grad, stream = options
-        check_input("LayerNormLinear.forward", inputs[0], self.in_features)
-        x = inputs[0].dequantize() if isinstance(inputs[0], QuantizedTorch) else inputs[0]
-        grad = torch.is_grad_enabled()
-        inp, precision, state, recompute = self._enter(x, now)
-        gamma, beta = self._norm_parameters(inp.dtype)
-        weight = self._joined_weight(inp.dtype, precision)
-        bias = None if self.return_bias else self._joined_bias(inp.dtype)
-        entry = enter_stream(inputs, stream, inp, grad)
-        key = (
-            self.recompute_norm_output,
-            self.training,
-            entry.key,
-            precision,
-            inp.dtype,
-            grad and wants_grad(inp, gamma, beta, *entry.tensors),
-            grad and wants_grad(weight),
-            grad and wants_grad(bias),
-            None if self.inspector is None else self._watched(precision),
-            weight.dtype if self._primary else None,
-            fp8_output,
-            fp8_grad,
-        )
-        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        weights = self._with_extra(("weight",), is_first_microbatch)
-        extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch) if weights else None
-        tensors = inp, gamma, beta, weight, bias, rng, *entry.tensors
-        norm_sources = "layer_norm_weight", None if beta is None else "layer_norm_bias"
-        of_rng = None if rng is None else Drawn(self._fork)
-        sources = 0, *norm_sources, *self._linear_sources(bias), of_rng, *entry.sources
-        return Prepared(self._find_call(key), state, recompute, tensors, sources, extra, weights)
-
-    def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
-        if self.return_bias:
-            out, *rest = outputs
-            bias = self._joined_bias(out.dtype)
-            return out, empty_bias(out) if bias is None else returned_bias(self, bias, self._part_names["bias"]), *rest
-        return outputs if len(outputs) > 1 else outputs[0]
-
-    def _new_call(
-        self, again: bool, training: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any
-    ) -> Call:
-        linear, norm_spec = self._linear_spec(precision, dtype, *key), self._norm_spec(dtype)
-        spec = core.NormLinearSpec(
-            norm_spec,
-            linear,
-            self.return_layernorm_output,
-            stream_of(stream),
-            bool(again),
-            self.return_layernorm_output_gathered and linear.parallel is not None,
-        )
-        comm = self._communicator(linear.parallel)
-        return register(NORM_LINEAR, spec, any(linear.needs), self._inspectors(), comm)

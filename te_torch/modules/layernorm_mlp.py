@@ -9,26 +9,17 @@ import torch
 
 from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
-from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
 from te_core.spelling import choice_error
-from te_torch.autocast import Now
-from te_torch.base.module import normal_init, wants_grad
+from te_torch.base.module import normal_init
 from te_torch.base.options import check_options
-from te_torch.base.plans import Prepared
-from te_torch.base.quantized_init import check_recipe_fits
-from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
-from te_torch.draws import random_pair
+from te_torch.base.residual import Branch, given_of
 from te_torch.export import layers
 from te_torch.forks import fork_of
-from te_torch.function import Call, of_table, register
+from te_torch.function import of_table
 from te_torch.modules.layernorm_linear import NormParameters
-from te_torch.modules.linear import empty_bias, returned_bias
-from te_torch.noting import Drawn
 from te_torch.parallel.overlap import flags_of
-from te_torch.precisions import draws
-from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, check_input, default_device
+from te_torch.runtime import default_device
 
 MLP = of_table(
     "layernorm_mlp",
@@ -46,7 +37,7 @@ ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling
 CLAMP_NAMES = ("limit", "alpha", "glu_linear_offset")
 
 
-class LayerNormMLP(NormParameters):
+class LayerNormMLP(NormParameters, layer=MLP):
     """norm, linear, activation, linear, in the precision of the active `autocast` region.
 
     Raises:
@@ -59,6 +50,7 @@ class LayerNormMLP(NormParameters):
     """
 
     gemms = 2
+    _features, _last_bias = "hidden_size", "fc2_bias"
 
     def __init__(
         self,
@@ -158,47 +150,11 @@ class LayerNormMLP(NormParameters):
         inputs, stream = given_of(inp)
         return self._call(inputs, (is_first_microbatch, stream))
 
-    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
-        is_first_microbatch, stream = options
-        check_input("LayerNormMLP.forward", inputs[0], self.hidden_size)
-        x = inputs[0].dequantize() if isinstance(inputs[0], QuantizedTorch) else inputs[0]
-        grad = torch.is_grad_enabled()
-        inp, precision, state, recompute = self._enter(x, now)
-        dtype = inp.dtype
-        gamma, beta = self._norm_parameters(dtype)
+    def _arguments(self, dtype: torch.dtype, precision: int) -> dict[str, torch.Tensor | None]:
+        norm = super()._arguments(dtype, precision)
         w1, w2 = self._weight("fc1_weight", dtype, precision), self._weight("fc2_weight", dtype, precision, 1)
         b1, b2 = self._bias("fc1_bias", dtype), None if self.return_bias else self._bias("fc2_bias", dtype)
-        entry = enter_stream(inputs, stream, inp, grad)
-        key = (
-            self.recompute_norm_output,
-            entry.key,
-            precision,
-            dtype,
-            grad and wants_grad(inp, gamma, beta, *entry.tensors),
-            grad and wants_grad(w1),
-            grad and wants_grad(b1),
-            grad and wants_grad(w2),
-            grad and wants_grad(b2),
-            self.training,
-            None if self.inspector is None else self._watched(precision),
-            w1.dtype if self._primary else None,
-        )
-        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        weights = self._with_extra(self._weight_names(), is_first_microbatch)
-        extra = self._extra(weights, (w1, w2), precision, state, recompute, is_first_microbatch) if weights else None
-        named = {"layer_norm_weight": gamma, "layer_norm_bias": beta, "fc1_weight": w1, "fc1_bias": b1}
-        named |= {"fc2_weight": w2, "fc2_bias": b2}
-        of_named = [None if t is None else name for name, t in named.items()]
-        sources = [0, *of_named, None if rng is None else Drawn(self._fork), *entry.sources]
-        tensors = inp, *named.values(), rng, *entry.tensors
-        return Prepared(self._find_call(key), state, recompute, tensors, sources, extra, weights)
-
-    def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
-        if self.return_bias:
-            out, *rest = outputs
-            bias = self._bias("fc2_bias", out.dtype)
-            return out, empty_bias(out) if bias is None else returned_bias(self, bias, ("fc2_bias",)), *rest
-        return outputs if len(outputs) > 1 else outputs[0]
+        return {**norm, "fc1_weight": w1, "fc1_bias": b1, "fc2_weight": w2, "fc2_bias": b2}
 
     def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
@@ -206,43 +162,22 @@ class LayerNormMLP(NormParameters):
         bias = self._tensor(name)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
+    def _spread(self) -> tuple[tuple[str | None, str | None], ...]:
+        return (("column", "fc1"), ("row", "fc2")) if self.set_parallel_mode else ((None, None),) * 2
+
     def _facts(self) -> tuple[Any, ...]:
-        clamp = None if self._clamp is None else (self._clamp.limit, self._clamp.alpha, self._clamp.offset)
-        return *super()._facts(), self.activation, clamp, self.checkpoint
+        return *super()._facts(), *self._clamp.values()
 
-    def _new_call(self, again: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        before, w1, b1, w2, b2, *_, weight_dtype = key
-        fc1 = Needs(before, w1, b1)
-        fc2 = Needs(any(fc1), w2, b2)
-        kind = None if weight_dtype is None else TO_CORE[weight_dtype]
-        rules = [self._precision(precision, gemm) for gemm in range(2)]
-        check_recipe_fits(self, rules[0])
-        first, second = (
-            LinearSpec(TO_CORE[dtype], rule, needs, request, kind, parallel=self._split(mode, rule, name, dtype))
-            for rule, needs, request, mode, name in zip(
-                rules, (fc1, fc2), self._requests(), self._modes(), ("fc1", "fc2"), strict=True
-            )
-        )
-        spec = core.MLPSpec(
-            first,
-            second,
-            self._norm_spec(dtype),
-            self.activation,
-            self.return_layernorm_output,
-            self._clamp,
-            stream_of(stream),
-            self.checkpoint and self._inspectors() is None,  # who looks on sees everything once
-            bool(again),
-            self.return_layernorm_output_gathered and first.parallel is not None,
-        )
-        return register(MLP, spec, any(fc2), self._inspectors(), self._communicator(first.parallel))
-
-    def _modes(self) -> tuple[str | None, str | None]:
-        return ("column", "row") if self.set_parallel_mode else (None, None)
+    def _spec_options(self, stream: Any) -> dict[str, Any]:
+        return {
+            **super()._spec_options(stream),
+            **self._clamp,
+            "checkpoint": self.checkpoint and self._inspectors() is None,  # who looks on sees everything once
+        }
 
 
-def clamp_of(activation: str, given: dict[str, float] | None) -> Clamp | None:
-    """`activation_params` as the activation takes them."""
+def clamp_of(activation: str, given: dict[str, float] | None) -> dict[str, float]:
+    """`activation_params` as the layer has them, all by name; none where the activation takes none."""
     takes = CLAMP_NAMES if activation == "clamped_swiglu" else ()
     if set(given or ()) - set(takes):
         raise UnsupportedError(
@@ -251,6 +186,4 @@ def clamp_of(activation: str, given: dict[str, float] | None) -> Clamp | None:
             ", ".join(takes) or "none",
             f"leave them out; {', '.join(CLAMP_NAMES)} belong to clamped_swiglu",
         )
-    if not takes:
-        return None
-    return Clamp(*((given or {}).get(name, default) for name, default in zip(CLAMP_NAMES, Clamp(), strict=True)))
+    return {name: (given or {}).get(name, default) for name, default in zip(takes, Clamp(), strict=False)}

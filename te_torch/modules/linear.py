@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 
 from te_core.errors import ArgumentError
 from te_core.layers import linear as core
-from te_torch.autocast import Now
-from te_torch.base.module import BaseModule, normal_init
+from te_torch.base.module import normal_init
 from te_torch.base.options import check_options
-from te_torch.base.original_input import keeps_original
-from te_torch.base.plans import Prepared
-from te_torch.base.quantized_init import check_recipe_fits
-from te_torch.base.watching import Choice
 from te_torch.base.weights import check_whole
 from te_torch.calls import OF_LINEAR
-from te_torch.carried import HANDING
-from te_torch.doors import either
-from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
-from te_torch.function import Call, of_table, register
-from te_torch.noting import Drawn, Of, noting
-from te_torch.precisions import draws, precision_of
-from te_torch.runtime import TO_CORE, check_input, default_device, outside_autocast
-from te_torch.values import check_flags, is_size
+from te_torch.function import of_table
+from te_torch.modules.layer import LayerModule
+from te_torch.runtime import default_device, outside_autocast
+from te_torch.values import is_size
 
 LINEAR = of_table(
     "linear",
@@ -45,11 +34,10 @@ class RowsError(ArgumentError, RuntimeError):
     """Parts of a weight that cannot be spread over ranks; a RuntimeError, as documented, too."""
 
 
-class SplitParameters(BaseModule):
+class SplitParameters(LayerModule):
     """A module with a weight [out, in] and bias [out], in one piece or in named parts of the output."""
 
     ub_name: str | None = None  # of the weight's GEMMs, in ub_cfgs
-    hands_over = False  # a module around it asks for quantized outputs where its attention reads them
 
     def _add_linear_parameters(
         self,
@@ -116,31 +104,13 @@ class SplitParameters(BaseModule):
     def _parts_of(self, name: str) -> list[torch.Tensor]:
         return [getattr(self, n) for n in self._weight_names()]
 
-    def _linear_spec(self, precision: int, dtype: torch.dtype, *key: Any) -> core.LinearSpec:
-        *needs, _, weight_dtype, fp8_output, fp8_grad = key
-        handed = isinstance(fp8_output, str) and fp8_output.startswith(HANDING)  # to another part, in traced code
-        check_flags(f"{type(self).__name__}.forward", fp8_output=handed or fp8_output, fp8_grad=fp8_grad)
-        if fp8_output and isinstance(self.inspector, Choice) and self.inspector.current and not self.hands_over:
-            raise AssertionError(
-                f"{type(self).__name__}.forward of {self.name}: fp8_output=True while a feature of precision debugging "
-                "touches the layer. Allowed: plain outputs. To do: leave fp8_output out, or the layer of the config."
-            )
-        rule = precision_of(precision)
-        check_recipe_fits(self, rule)
-        return core.LinearSpec(
-            TO_CORE[dtype],
-            rule,
-            core.Needs(*needs),
-            self._requests()[0],
-            None if weight_dtype is None else TO_CORE[weight_dtype],
-            bool(fp8_output),
-            fp8_grad,
-            parallel=self._split(self.parallel_mode, rule, self.ub_name, dtype),
-        )
+    def _spread(self) -> tuple[tuple[str | None, str | None], ...]:
+        return ((self.parallel_mode, self.ub_name),)
 
-    def _linear_sources(self, bias: torch.Tensor | None) -> tuple[Any, Any]:
-        """Where the weight and this bias come from."""
-        return self._part_names["weight"], None if bias is None else self._part_names["bias"]
+    def _arguments(self, dtype: torch.dtype, precision: int) -> dict[str, torch.Tensor | None]:
+        weight = self._joined_weight(dtype, precision)
+        bias = None if self.return_bias else self._bias("bias", dtype)
+        return {**super()._arguments(dtype, precision), "weight": weight, "bias": bias}
 
     def _joined_weight(self, dtype: torch.dtype, precision: int) -> torch.Tensor:
         weight = self._parameters.get("weight")
@@ -150,7 +120,7 @@ class SplitParameters(BaseModule):
             return self._weight("weight", dtype, precision)
         return _joined([self._weight(name, dtype, precision) for name in self._part_names["weight"]])
 
-    def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         bias: torch.Tensor | None = self._parameters.get("bias")
         if bias is not None and bias.dtype == dtype:  # nearly always
             return bias
@@ -166,32 +136,6 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
         with outside_autocast(parts[0]):
             return torch.cat(parts)
     return torch.cat(parts)
-
-
-def empty_bias(out: torch.Tensor) -> torch.Tensor:
-    """The bias that `return_bias` gives beside `out` where there is none: plain, though `out` may be quantized."""
-    return torch.empty(0, dtype=out.dtype, device=out.device)
-
-
-def returned_bias(module: BaseModule, bias: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
-    """The bias as `return_bias` gives it, to be read after the module's forward: a copy, where an engine frees the
-    parameter's memory then (FSDP1 hands out views of one flat tensor).
-
-    A reentrant checkpoint runs its function without gradients first, and makes what that returns its own results: the
-    parameter itself would be none any more, and backward would not end.
-    """
-    if module._frees_parameters or (
-        bias.__class__ is not Parameter and either(torch.Tensor._is_view, _never)(bias)  # no graph break
-    ):
-        return bias.clone()
-    bias = bias if torch.is_grad_enabled() else bias.detach()
-    note: Any = either(noting.came, _never)
-    note(bias, Of(module, names))
-    return bias
-
-
-def _never(*_: Any) -> bool:
-    return False
 
 
 def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
@@ -231,7 +175,7 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
     return parts
 
 
-class Linear(SplitParameters):
+class Linear(SplitParameters, layer=LINEAR):
     """y = x w^T + b, in the precision of the active `autocast` region.
 
     Raises:
@@ -244,6 +188,8 @@ class Linear(SplitParameters):
         with te.autocast(recipe=Float8CurrentScaling(), emulate=True):
             y = layer(torch.randn(32, 256, dtype=torch.bfloat16))  # [32, 512]
     """
+
+    _takes_quantized = True
 
     def __init__(
         self,
@@ -301,44 +247,3 @@ class Linear(SplitParameters):
     ) -> Any:
         """out [*, out_features], or (out, bias) with `return_bias`, where the bias is not added."""
         return self._call((inp,), (is_first_microbatch, fp8_output, fp8_grad))
-
-    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
-        is_first_microbatch, fp8_output, fp8_grad = options
-        check_input("Linear.forward", inputs[0], self.in_features)
-        grad = torch.is_grad_enabled()
-        inp, precision, state, recompute = self._enter(inputs[0], now)
-        weight = self._joined_weight(inp.dtype, precision)
-        bias = None if self.return_bias else self._joined_bias(inp.dtype)
-        key = (
-            precision,
-            inp.dtype,
-            grad and inp.requires_grad,
-            grad and weight.requires_grad,
-            grad and bias is not None and bias.requires_grad,
-            None if self.inspector is None else self._watched(precision),
-            weight.dtype if self._primary else None,
-            fp8_output,
-            fp8_grad,
-        )
-        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        weights = self._with_extra(("weight",), is_first_microbatch)
-        extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch) if weights else None
-        of_weight, of_bias = self._linear_sources(bias)
-        sources = 0, of_weight, of_bias, None if rng is None else Drawn(self._fork)
-        return Prepared(self._find_call(key), state, recompute, (inp, weight, bias, rng), sources, extra, weights)
-
-    def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
-        (out,) = outputs
-        if not self.return_bias:
-            return out
-        bias = self._joined_bias(out.dtype)
-        return out, (empty_bias(out) if bias is None else returned_bias(self, bias, self._part_names["bias"]))
-
-    def _facts(self) -> tuple[Any, ...]:
-        return *super()._facts(), self.save_original_input
-
-    def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        spec = self._linear_spec(precision, dtype, *key)
-        if keeps_original(self, precision, spec.precision):
-            spec = replace(spec, original_input=True)
-        return register(LINEAR, spec, any(spec.needs), self._inspectors(), self._communicator(spec.parallel))

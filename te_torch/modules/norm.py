@@ -11,6 +11,8 @@ import torch
 from te_core import env
 from te_core.errors import ArgumentError
 from te_core.layers import norm as core
+from te_core.layers.entries import Asked
+from te_core.layers.table import LAYERS
 from te_torch.autocast import Now
 from te_torch.base.module import CallingModule, materialised
 from te_torch.base.options import check_values
@@ -136,10 +138,9 @@ class _Norm(CallingModule):
         return self.eps, self.zero_centered_gamma, *margin_facts(self._margins)
 
     def _new_call(self, dtype: torch.dtype, needs: bool, training: bool) -> Call:
-        margin = self._margins["forward" if training else "inference"]
-        spec = core.NormSpec(
-            TO_CORE[dtype], self.kind, self.eps, self.zero_centered_gamma, margin, self._margins["backward"]
-        )
+        margins = self._margins["forward" if training else "inference"], self._margins["backward"]
+        options = {"eps": self.eps, "zero_centered_gamma": self.zero_centered_gamma, "sm_margins": margins}
+        spec = LAYERS[self.kind.lower()].spec(Asked(options, TO_CORE[dtype]))
         return register(NORM, spec, needs)
 
     def extra_repr(self) -> str:

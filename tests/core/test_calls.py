@@ -72,6 +72,7 @@ def test_options_have_allowed_defaults(layer: Layer) -> None:
     for name, option in layer.options.items():
         assert option.allows(option.default), name
         assert not option.allows([option.default]) and not option.allows("no such value")
+        assert option.implied or option.about.endswith("."), name
 
 
 def test_equal_options_make_one_call() -> None:

@@ -14,6 +14,7 @@ import te_core.recipe
 import te_torch as te
 from te_core import dtypes, functional
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.table import OPTIONS
 from te_core.ops.norm import MAX_ROW
 from te_core.recipe import Float8CurrentScaling, Format
 from te_torch.modules.l2_norm import L2Normalization
@@ -171,6 +172,26 @@ LATER = [
     for option in NOT_BUILT
     if option in inspect.signature(getattr(te, kind).__init__).parameters
 ]
+
+
+#: Of the layers' table: a wrong value of each of some options.
+OF_TABLE = {"eps": -1.0, "zero_centered_gamma": "no", "return_layernorm_output": 2}
+
+
+@pytest.mark.parametrize("name", OF_TABLE)
+def test_an_option_of_a_layer_has_the_rule_and_the_text_of_the_table(name: str) -> None:
+    option, arrays = OPTIONS[name], [np.ones(shape, "f") for shape in ((4, 32), 32, (8, 32))]
+    for call in (lambda **wrong: te.LayerNormLinear(32, 48, **wrong), lambda **wrong: rms(*arrays, **wrong)):
+        with pytest.raises(ArgumentError) as error:
+            call(**{name: OF_TABLE[name]})
+        assert error.value.allowed == option.said()
+    for where in (te.LayerNormLinear, functional.layernorm_linear):
+        assert f"{name}: {option.about}" in (where.__doc__ or "")
+
+
+def rms(x: Any, gamma: Any, weight: Any, **options: Any) -> Any:
+    """Of te_core.functional, with a norm that has no bias."""
+    return functional.layernorm_linear(x, gamma, weight=weight, normalization="RMSNorm", **options)
 
 
 def test_refused_options() -> None:

@@ -1,6 +1,7 @@
 """What the arguments of te_jax's public names are; `describe` writes it into their docstrings."""
 
 from te_core.described import Describer
+from te_core.layers.table import OPTIONS
 
 TEXT = """
 x: Input [..., in], float32, bfloat16 or float16.
@@ -23,7 +24,6 @@ seed: Key of jax.random for dropout and stochastic rounding, another one in each
 gamma: Factor of each feature of the norm [in].
 beta: Addend of each feature of the norm [in]: needed for "layernorm", None for "rmsnorm".
 norm_type: "layernorm" or "rmsnorm".
-zero_centered_gamma: Whether gamma is stored as its distance from 1.
 epsilon: Number that is added to the variance, or to the mean square, before the square root.
 activation_type: Name of the activation, or a tuple of it and "linear" for a gated one: gelu, silu, relu,
     quick_gelu or squared_relu.
@@ -48,8 +48,6 @@ scaling_factor: Factor of the scores. None is 1 / sqrt(width of a key).
 dropout_probability: Probability that a weight of attention is dropped.
 is_training: Whether weights are dropped.
 max_segments_per_seq: 1, the only one allowed: packed sequences have their own layouts.
-window_size: How many keys to the left and to the right of its own place a query sees; -1 is no bound. None
-    bounds nothing.
 softmax_offset: Addend of each head's denominator, float32 [heads], for a learnable softmax. None has none.
 enabled: Whether calls inside that name no recipe are quantized. None: they are if `recipe` is named.
 mesh_resource: Mesh axes over which states take their maxima. None is that of the `te_jax.autocast` around.
@@ -78,4 +76,4 @@ operation: Name of the call, for errors.
 given: Arrays of the call, by name.
 """
 
-describe = Describer(TEXT).describe
+describe = Describer({name: option.about for name, option in OPTIONS.items()}, TEXT).describe
