@@ -250,7 +250,8 @@ class GraphPlan(Plan):
         self._weights = [name for n in prepared.noted for name in n.weights]
         self._dtypes = [prepared.tensors[i].dtype for i in (0, *self.call.weights)]  # type: ignore[union-attr]
         pool = self._pool(unit, inputs)
-        self._made(pool)
+        if not self._made(pool):  # weights of several dtypes were joined, of which `of` makes no plan
+            return
         tensors = self._order(pool)
         self._there = chosen([i for i, t in enumerate(tensors) if t is not None])
         self._alike = alike(self._there(tensors))

@@ -371,6 +371,20 @@ def test_the_dtype_of_one_of_several_weights(name: str) -> None:
             module(x)
 
 
+def test_biases_of_several_dtypes() -> None:
+    """They are cast one by one, where no plan joins them."""
+
+    def program(one: bool) -> Any:
+        torch.manual_seed(0)
+        module, x = layer(output_layernorm=True), drawn(ROWS, 2, HIDDEN)
+        module.one_node = one
+        bias = module.self_attention.qkv.query_bias
+        bias.data = bias.data.bfloat16()
+        return [step(module, x, "current") for _ in range(3)]
+
+    assert bits(program(True)) == bits(program(False))
+
+
 @pytest.mark.parametrize("engine", ["grad", "inputs"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_one_gradient_is_asked_for(turned: bool, engine: str) -> None:
