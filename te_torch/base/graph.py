@@ -88,10 +88,19 @@ def composed(module: Any, inputs: Sequence[torch.Tensor], y: Any, notes: Notes) 
         return None
     states = [n.state for n in noted]
     state = None if all(s is None for s in states) else States(states)
-    comms = {node.ranks: n.call.options["comm"] for n, node in zip(noted, nodes, strict=True) if node.ranks}
+    comms: dict[str, Any] = {}
+    for n, node in zip(noted, nodes, strict=True):
+        comm = n.call.options.get("comm")
+        if node.ranks and _groups(comms.setdefault(node.ranks, comm)) != _groups(comm):
+            return None
     call = register(GRAPH, spec, any(n.call.needs_grad for n in noted), comm=Groups(**comms) if comms else None)
     tensors, of_inputs = zip(*values.inputs.values(), strict=True)
     return Prepared(call, state, False, tensors, of_inputs, shaped=True, noted=noted)
+
+
+def _groups(comm: Any) -> list[int]:
+    """The groups of ranks that a layer works with."""
+    return [id(one.group) for one in (comm if isinstance(comm, Sequence) else (comm,))]
 
 
 def _is_node(noted: Noted) -> bool:
@@ -158,7 +167,7 @@ class _Values:
             source = Of(noted.unit, names)
         else:
             before = self.memory.get(_where(t)) if t.is_contiguous() else None
-            if before is None or not _is_view(t, before):
+            if before is None or not before.is_contiguous() or not _is_view(t, before):
                 return None, None
             shapes = _shapes(tuple(before.shape), tuple(t.shape))
             return self.names[id(before)], shapes if shapes[0] != shapes[1] else None

@@ -191,6 +191,31 @@ def alone(kind: str, recipe: str | None, rows: int, device: str) -> dict[str, An
     return steps(make(kind, device), recipe, kind, rows, (None, None), 0, 1, device)
 
 
+def as_one(rank: Rank, sequence: bool, recipe: str | None) -> bool:
+    """Whether a layer that is spread over the ranks runs as one node, with the bits of its parts."""
+    found = []
+    for one in (True, False):
+        torch.manual_seed(rank.number)
+        module = te.TransformerLayer(
+            64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, set_parallel_mode=True, tp_group=dist.group.WORLD,
+            tp_size=rank.world, sequence_parallel=sequence, device=rank.device, params_dtype=torch.bfloat16,
+        )  # fmt: skip
+        module.one_node = one
+        results = []
+        for i in range(3):
+            torch.manual_seed(i + rank.number * sequence)
+            x = torch.randn(16, 2, 64, dtype=torch.bfloat16).to(rank.device).requires_grad_()
+            module.zero_grad()
+            with region(recipe):
+                y = module(x)
+            planned = [plan for plan in module._plans if type(plan).__name__ == "GraphPlan"]
+            assert bool(planned) is one
+            y.sum().backward()
+            results += [y.detach(), x.grad, *[p.grad for p in module.parameters()]]
+        found.append(results)
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @contextmanager
 def counted() -> Iterator[list[tuple[str, int]]]:
     """The collectives inside, and the bytes that this rank gave to each."""

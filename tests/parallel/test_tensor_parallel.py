@@ -10,7 +10,7 @@ import torch
 
 from tests.covering import covering
 from tests.parallel.ranks import Ranks
-from tests.parallel.tensor_steps import alone, cut_ends, cut_of, joined, spread
+from tests.parallel.tensor_steps import alone, as_one, cut_ends, cut_of, joined, spread
 from tests.recipes import KINDS
 from tests.tolerances import snr_db
 
@@ -80,3 +80,8 @@ def test_layers(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -> 
 @covering(kind=["mlp again", "attention", "turned attention", "gated layer"], recipe=[None, "current", "block"])
 def test_more_layers(ranks: Ranks, kind: str, recipe: str | None) -> None:
     compare(ranks, kind, recipe, True, ALIGNED)
+
+
+@covering(recipe=[None, "delayed", "current"], sequence=[False, True])
+def test_a_spread_layer_is_one_node(ranks: Ranks, sequence: bool, recipe: str | None) -> None:
+    assert all(ranks.run(as_one, sequence, recipe))
