@@ -331,9 +331,13 @@ class _Eager(torch.autograd.Function):
         given: list[Any] = [grads[0]] if alone else complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
         scales, options, running = None, call.options, state
-        if call.layer.reach is not None and (nodes := _reached(ctx, *call.layer.reach(call.spec))) is not None:
-            options = {**options, "nodes": nodes}
-            running = state and scaling.States([state.each[i] for i in nodes])
+        if call.layer.reach is not None:
+            all_nodes, of_inputs = call.layer.reach(call.spec)
+            nodes = _reached(ctx, all_nodes, of_inputs)
+            if nodes is not None:
+                options = {**options, "nodes": nodes}
+            if state is not None and (nodes is not None or len(all_nodes) < len(state.each)):
+                running = scaling.States([state.each[i] for i in (all_nodes if nodes is None else nodes)])
         if state is not None:
             scales = state.backward_scales()
             updates.ran_backward(running, ctx.within)

@@ -371,6 +371,23 @@ def test_the_dtype_of_one_of_several_weights(name: str) -> None:
             module(x)
 
 
+def test_states_of_nodes_without_a_backward() -> None:
+    """What made the keys of a frozen decoder's cross attention sees no gradient."""
+
+    def program(one: bool) -> Any:
+        torch.manual_seed(0)
+        module = layer(layer_type="decoder")
+        module.one_node = one
+        for i in range(6):
+            module.requires_grad_(i < 1)
+            x = of("cpu").requires_grad_()
+            with te.autocast(recipe=DelayedScaling(amax_history_len=2), emulate=True):
+                module(x, encoder_output=of("cpu")).square().sum().backward()
+        return dict(module.named_buffers())
+
+    assert bits(program(True)) == bits(program(False))
+
+
 def test_biases_of_several_dtypes() -> None:
     """They are cast one by one, where no plan joins them."""
 
