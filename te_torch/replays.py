@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
-from operator import itemgetter, or_
+from operator import attrgetter, itemgetter, or_
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from te_torch.runtime import LOW, was_freed
 #: Of one direction of a call; the one that was used least recently goes first.
 _MOST = 16
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_address_of = torch.Tensor.data_ptr
+_address_of, _shape_of = torch.Tensor.data_ptr, attrgetter("shape")
 
 #: The addresses of a call's tensors, what holds these, and the call's other objects (`Tape.replay`).
 Found = tuple[list[Any], list[Any], list[Any]]
@@ -42,8 +42,8 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """
     first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
     each = sorted(first.values())
-    of = [tensors[i] for i in each]
-    sizes, strides = [[*t.shape] for t in of], [[*t.stride()] for t in of]
+    of = [*map(tensors.__getitem__, each)]
+    sizes, strides = [*map(list, map(_shape_of, of))], [*map(list, map(torch.Tensor.stride, of))]
     guards: Any = torch._C._dynamo.guards  # it is declared to take one list, and takes one for each tensor
     check: Callable[..., bool] = guards.TensorGuards(*of, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if len(each) == len(tensors):
@@ -59,13 +59,16 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 class Replay:
     """A recorded call: what the tensors of another one have to be like, and the tape."""
 
-    __slots__ = ("_alike", "_choose", "_era", "_kinds", "_made", "_of", "_quantized", "_release", "_seen", "tape")
+    __slots__ = (
+        "_alike", "_choose", "_era", "_kinds", "_made", "_of", "_quantized", "_release", "_seen", "shape", "tape",
+    )  # fmt: skip
 
     tape: Tape
 
     def __init__(self, rt: Runtime, tensors: Sequence[Any], release: bool) -> None:
         self._era, self._of = taped.era, (rt.device, rt.joins, rt.alignment)
         self._kinds, self._release = [*map(type, tensors)], release
+        self.shape = tensors[0].shape
         plain = [i for i, kind in enumerate(self._kinds) if kind in _PLAIN]
         self._choose = chosen(plain)
         self._alike = alike(self._choose(tensors))
@@ -168,7 +171,10 @@ class Replayed:
         self, rt: Runtime, tensors: Sequence[Any], scales: Any, options: Mapping[str, Any], release: bool = False
     ) -> tuple[Replay, Found] | None:
         """The replay that fits this call, with what it takes."""
+        shape = getattr(tensors[0], "shape", None)
         for replay in self.known:
+            if replay.shape != shape:  # the cheapest look: of ever new shapes none fits
+                continue
             found = replay.fits(rt, tensors, scales, options, release)
             if found is not None:
                 if replay is not self.known[0]:
@@ -186,7 +192,8 @@ class Replayed:
         """What a call that none fits looks like, for `note` once the core has run it; None: it is not plain."""
         if taped.when() == "never" or self.taped.reason is not None or tensors[0].__class__ not in _PLAIN:
             return None
-        if not all(t is None or _is_plain(t) or isinstance(t, QuantizedTorch) for t in tensors):
+        plain = [t for t in tensors if t is not None and not isinstance(t, QuantizedTorch)]
+        if not all([t.__class__ in _PLAIN and t.is_contiguous() and not t.is_neg() for t in plain]):
             return None
         replay = Replay(rt, tensors, release)
         return None if replay.fits(rt, tensors, scales, options, release) is None else replay
@@ -196,10 +203,6 @@ class Replayed:
         if replay is not None and tape is not None and tape.result.plain is not None:
             replay.tape = tape
             self.first(replay)
-
-
-def _is_plain(t: Any) -> bool:
-    return t.__class__ in _PLAIN and t.is_contiguous() and not t.is_neg()
 
 
 def chosen(where: list[int]) -> Any:

@@ -8,9 +8,10 @@ what a node saved goes when the node's backward has run. The gradients of a valu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from inspect import signature, unwrap
+from itertools import repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -72,9 +73,10 @@ class Graph:
     def __post_init__(self) -> None:
         known, reader = {"", *self.inputs}, {}
         for i, node in enumerate(self.nodes):
-            missing = [name for name in node.inputs if name not in known]
+            missing = {*node.inputs} - known
             if missing:
-                raise UnsupportedError("Graph", f"a node that reads {missing[0]!r}", "values made before", "reorder it")
+                what = f"a node that reads {min(missing)!r}"
+                raise UnsupportedError("Graph", what, "values made before", "reorder it")
             if _inspected(node.spec):
                 raise UnsupportedError(
                     "Graph", "a node with an inspector", "nodes without", "run the layers one by one"
@@ -82,11 +84,12 @@ class Graph:
             known.update(node.outputs)
             reader.update(dict.fromkeys(node.inputs + node.outputs, i))
         kept = {"", *self.inputs, *self.outputs}
-        last = tuple(
-            tuple(name for name, at in reader.items() if at == i and name not in kept) for i in range(len(self.nodes))
-        )
-        object.__setattr__(self, "last", last)
-        object.__setattr__(self, "places", tuple(_places(node.layer.forward) for node in self.nodes))
+        last: list[tuple[str, ...]] = [()] * len(self.nodes)
+        for name, at in reader.items():
+            if name not in kept:
+                last[at] += (name,)
+        object.__setattr__(self, "last", tuple(last))
+        object.__setattr__(self, "places", tuple([_places(node.layer.forward) for node in self.nodes]))
 
     def shares(self, options: dict[str, Sequence[Any]]) -> Iterator[tuple[Node, dict[str, Any]]]:
         """Each node with its share of the scaling state, and of `options`, which have one entry for each product."""
@@ -242,15 +245,19 @@ def _ranks(node: Node, comm: Communicator | Groups | None) -> dict[str, Any]:
     return {"comm": getattr(groups_of(comm), node.ranks)} if node.ranks else {}
 
 
+@cache
 def _places(function: Callable[..., Any]) -> dict[str, int]:
     return {name: place for place, name in enumerate(list(signature(unwrap(function)).parameters)[1:])}
 
 
 def _inspected(spec: Any) -> bool:
     """Whether somebody looks at what a layer of this spec computes."""
-    if not is_dataclass(spec):
-        return False
-    return getattr(spec, "inspect", None) is not None or any(_inspected(getattr(spec, f.name)) for f in fields(spec))
+    within = [spec]
+    for one in within:  # a graph is made for each new shape: no call of a function for each value
+        if getattr(one, "inspect", None) is not None:
+            return True
+        within += map(getattr, repeat(one), getattr(one, "__dataclass_fields__", ()), repeat(None))
+    return False
 
 
 def _is_bytes(t: Any) -> bool:

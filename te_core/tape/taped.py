@@ -150,7 +150,7 @@ class Taped:
     ) -> tuple[Any, ...]:
         known = facts((*arguments, *options.values()), tensors, wholes, rt.device)
         alignment: Any = ALIGNED
-        if rt.device.kind == "cuda" and any(t.ptr & (ALIGNED - 1) for t in tensors):
+        if rt.device.kind == "cuda" and any([t.ptr & (ALIGNED - 1) for t in tensors]):
             # What does not read the crooked ones is planned as if they were not there.
             alignment = tuple([(t.ptr | ALIGNED) & -(t.ptr | ALIGNED) for t in tensors])
         return self.number, rt.device, rt.joins, rt.alignment, alignment, autotuning(), tuple(options), known

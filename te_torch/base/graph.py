@@ -87,7 +87,7 @@ def composed(module: Any, inputs: Sequence[torch.Tensor], y: Any, notes: Notes) 
     except UnsupportedError:
         return None
     states = [n.state for n in noted]
-    state = None if all(s is None for s in states) else States(states)
+    state = None if all([s is None for s in states]) else States(states)
     comms: dict[str, Any] = {}
     for n, node in zip(noted, nodes, strict=True):
         comm = n.call.options.get("comm")
@@ -198,7 +198,10 @@ def _shapes(of: tuple[int, ...], to: tuple[int, ...]) -> tuple[tuple[int, ...], 
 
 def parts_of(module: Any) -> list[Any] | None:
     """The module's parts, itself left out; None if one of them is not as our own class was made."""
-    found = [part for part in module.modules() if part is not module and not isinstance(part, ScalingState)]
+    found = [module]
+    for one in found:
+        found += one._modules.values() if one is not None else ()
+    found = [p for p in dict.fromkeys(found[1:]) if p is not None and not isinstance(p, ScalingState)]
     for part in found:
         kind: Any = type(part)
         if not kind.__module__.startswith("te_torch.") or getattr(kind, "_as_made", None) != _calls_of(kind):
@@ -244,7 +247,8 @@ class GraphPlan(Plan):
         self._kinds = [*dict.fromkeys(map(type, parts))]
         self._calls = [*map(_calls_of, self._kinds)]
         #: The dictionaries in which parts of parts stand, and all modules that stand there or in the module's own.
-        self._inner = [part._modules for part in parts if any(child in parts for child in part.children())]
+        there = set(parts)
+        self._inner = [part._modules for part in parts if not there.isdisjoint(part._modules.values())]
         self._modules = [*unit._modules.values()]
         for inner in self._inner:
             self._modules += inner.values()
@@ -264,7 +268,7 @@ class GraphPlan(Plan):
         tensors = self._order(pool)
         self._there = chosen([i for i, t in enumerate(tensors) if t is not None])
         self._alike = alike(self._there(tensors))
-        size = sum(t.numel() * t.element_size() for t in prepared.tensors[len(inputs) :] if t is not None)
+        size = sum([t.numel() * t.element_size() for t in prepared.tensors[len(inputs) :] if t is not None])
         self._large = size > _SMALL
 
     @classmethod

@@ -32,6 +32,7 @@ _grad_on, _inference_on = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _amp_on = torch._C._is_any_autocast_enabled
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _dtype_of = attrgetter("dtype")
+_same_of = attrgetter("_number", "_recompute", "_wanted", "_amp_on", "_amp", "_options", "_shapes")
 #: Source of a layer's input that a plan cannot collect.
 UNKNOWN: Any = object()
 _WANTS = repeat("requires_grad"), repeat(False)  # what `getattr` takes besides each object
@@ -113,11 +114,11 @@ class Plan:
     def _collect(self, unit: Any, prepared: Prepared, inputs: Sequence[Any]) -> None:
         """How the layer's inputs are chosen from a pool: inputs, parameters, pairs, what was joined, nothing."""
         sources, tensors = prepared.sources, prepared.tensors
-        groups = [(getattr(s, "unit", None), names) for s in sources if (names := _names_of(s))]
-        found = [(part, name) for part, names in groups for name in names]
+        named_by = [*map(_names_of, sources)]
+        found = [(getattr(s, "unit", None), name) for s, names in zip(sources, named_by, strict=True) for name in names]
         #: Of each named tensor the part that has it (None: the module itself), and that part's parameters.
-        self._units, self._names = tuple(part for part, _ in found), tuple(name for _, name in found)
-        self._dicts = tuple((unit if part is None else part)._parameters for part in self._units)
+        self._units, self._names = tuple([part for part, _ in found]), tuple([name for _, name in found])
+        self._dicts = tuple([(unit if part is None else part)._parameters for part in self._units])
         draws = [i for i, s in enumerate(sources) if isinstance(s, Drawn)]
         #: Pairs that stand for those to come until a call is known to fit: what does not run draws nothing.
         self._samples = [tensors[i] for i in draws]
@@ -126,8 +127,7 @@ class Plan:
         joined = pairs + len(draws)
         order: list[int] = []
         self._joins: list[Join] = []
-        for s in sources:
-            names = _names_of(s)
+        for s, names in zip(sources, named_by, strict=True):
             if s is None:
                 order.append(-1)
             elif isinstance(s, Drawn):
@@ -160,7 +160,7 @@ class Plan:
         cls, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
     ) -> Plan | None:
         """The plan of this call; None where the next one has to look at everything again."""
-        if unit._inspected or isinstance(prepared.state, Counted) or any(s is UNKNOWN for s in prepared.sources):
+        if unit._inspected or isinstance(prepared.state, Counted) or any([s is UNKNOWN for s in prepared.sources]):
             return None
         if hasattr(unit, "parametrizations"):  # each look at such a parameter computes it
             return None
@@ -169,8 +169,7 @@ class Plan:
 
     def same(self, other: Plan) -> bool:
         """Whether another one stands for the same calls: this one was of an older version, say."""
-        names = ("_number", "_recompute", "_wanted", "_amp_on", "_amp", "_options", "_shapes")
-        return self.call is other.call and all(getattr(self, n) == getattr(other, n) for n in names)
+        return self.call is other.call and _same_of(self) == _same_of(other)
 
     def _pool(self, unit: Any, inputs: Sequence[Any]) -> list[Any]:
         """What the layer's inputs are chosen from: the module's inputs first, then the named ones; [None]: one is gone,
