@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
-from operator import attrgetter, itemgetter, or_
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from te_torch.runtime import LOW, was_freed
 #: Of one direction of a call; the one that was used least recently goes first.
 _MOST = 16
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_address_of, _shape_of = torch.Tensor.data_ptr, attrgetter("shape")
+_address_of = torch.Tensor.data_ptr
 
 #: The addresses of a call's tensors, what holds these, and the call's other objects (`Tape.replay`).
 Found = tuple[list[Any], list[Any], list[Any]]
@@ -43,7 +43,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
     each = sorted(first.values())
     of = [*map(tensors.__getitem__, each)]
-    sizes, strides = [*map(list, map(_shape_of, of))], [*map(list, map(torch.Tensor.stride, of))]
+    sizes, strides = [[*t.shape] for t in of], [*map(list, map(torch.Tensor.stride, of))]
     guards: Any = torch._C._dynamo.guards  # it is declared to take one list, and takes one for each tensor
     check: Callable[..., bool] = guards.TensorGuards(*of, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if len(each) == len(tensors):
@@ -60,7 +60,7 @@ class Replay:
     """A recorded call: what the tensors of another one have to be like, and the tape."""
 
     __slots__ = (
-        "_alike", "_choose", "_era", "_kinds", "_made", "_of", "_quantized", "_release", "_seen", "shape", "tape",
+        "_alike", "_choose", "_era", "_kinds", "_made", "_of", "_quantized", "_release", "_seen", "size", "tape",
     )  # fmt: skip
 
     tape: Tape
@@ -68,7 +68,7 @@ class Replay:
     def __init__(self, rt: Runtime, tensors: Sequence[Any], release: bool) -> None:
         self._era, self._of = taped.era, (rt.device, rt.joins, rt.alignment)
         self._kinds, self._release = [*map(type, tensors)], release
-        self.shape = tensors[0].shape
+        self.size = tensors[0].numel()
         plain = [i for i, kind in enumerate(self._kinds) if kind in _PLAIN]
         self._choose = chosen(plain)
         self._alike = alike(self._choose(tensors))
@@ -171,9 +171,9 @@ class Replayed:
         self, rt: Runtime, tensors: Sequence[Any], scales: Any, options: Mapping[str, Any], release: bool = False
     ) -> tuple[Replay, Found] | None:
         """The replay that fits this call, with what it takes."""
-        shape = getattr(tensors[0], "shape", None)
+        size = None if tensors[0] is None else tensors[0].numel()
         for replay in self.known:
-            if replay.shape != shape:  # the cheapest look: of ever new shapes none fits
+            if replay.size != size:  # the cheapest look: of ever new shapes none fits
                 continue
             found = replay.fits(rt, tensors, scales, options, release)
             if found is not None:
