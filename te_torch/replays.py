@@ -173,7 +173,7 @@ class Replayed:
         """The replay that fits this call, with what it takes."""
         size = None if tensors[0] is None else tensors[0].numel()
         for replay in self.known:
-            if replay.size != size:  # the cheapest look: of ever new shapes none fits
+            if replay.size != size:  # of another shape: `fits` would say so too, and takes longer
                 continue
             found = replay.fits(rt, tensors, scales, options, release)
             if found is not None:

@@ -253,7 +253,7 @@ def _places(function: Callable[..., Any]) -> dict[str, int]:
 def _inspected(spec: Any) -> bool:
     """Whether somebody looks at what a layer of this spec computes."""
     within = [spec]
-    for one in within:  # a graph is made for each new shape: no call of a function for each value
+    for one in within:  # a loop, for a new shape makes a new graph: a call for each value would double its cost
         if getattr(one, "inspect", None) is not None:
             return True
         within += map(getattr, repeat(one), getattr(one, "__dataclass_fields__", ()), repeat(None))
