@@ -154,9 +154,8 @@ def forward(
                 leads[name] = _scaled(t, lead) if type(t) is QuantizedTensor else values[name].shape[:-1]
         del made, t
         if node.wanted:
-            kept = _shaped(
-                node, spec.places[i], kept, forth=False
-            )  # as the value is: an adapter may know it in that shape alone
+            # In the value's own shape: te_torch knows an input of the caller in no other one.
+            kept = _shaped(node, spec.places[i], kept, forth=False)
             fields = zip(kept._fields, kept, strict=True)
             kept = kept._make(_own(t) if spec.made(i, name) or _is_bytes(t) else t for name, t in fields)
         saved.append(kept if node.wanted else None)

@@ -96,17 +96,23 @@ _ONE_BLOCK = 1 << 20
 _ALIGNED = 256
 
 
-@operation(
-    """
-    q: Queries, in the format that `spec` says.
-    k: Keys, in the format that `spec` says.
-    v: Values, in the format that `spec` says.
-    spec: What is computed (`AttentionSpec`).
-    terms: What else takes part: lengths, mask, bias, slopes, sink, random numbers, pages.
-    stats: Whether statistics for backward are wanted, or where they are written.
-""",
-    runs="plan_attention_forward attention_forward",
-)
+#: What the arguments of attention are, in FP8 or not.
+FORWARD = """
+q: Queries, in the format that `spec` says.
+k: Keys, in the format that `spec` says.
+v: Values, in the format that `spec` says.
+spec: What is computed (`AttentionSpec`).
+terms: What else takes part: lengths, mask, bias, slopes, sink, random numbers, pages.
+stats: Whether statistics for backward are wanted, or where they are written.
+"""
+BACKWARD = """
+out: Output of the forward.
+stats: Statistics of the softmax, float32.
+grads: Where the gradients of q, k and v are written. None allocates them.
+"""
+
+
+@operation(FORWARD, runs="plan_attention_forward attention_forward")
 def attention_forward(
     rt: Runtime,
     q: Tensor,
@@ -141,12 +147,8 @@ def _plan_forward(rt: Runtime, asked: Asked) -> Any:
 
 
 @operation(
-    """
-    out: Output of the forward.
-    stats: Statistics of the softmax, float32.
-    grads: Where the gradients of q, k and v are written. None allocates them.
-    bias_grad: Whether the gradient of the bias is wanted.
-""",
+    BACKWARD,
+    "bias_grad: Whether the gradient of the bias is wanted.",
     runs="plan_attention_backward attention_backward",
 )
 def attention_backward(

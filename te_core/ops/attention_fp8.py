@@ -18,7 +18,7 @@ from te_core.attention import AttentionSpec
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
-from te_core.ops.attention import Asked, Attended
+from te_core.ops.attention import BACKWARD, FORWARD, Asked, Attended
 from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, stats_memory
 from te_core.ops.declare import operation
 from te_core.runtime import Runtime
@@ -113,18 +113,7 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
     return out
 
 
-@operation(
-    """
-    q: Queries, in the format that `spec` says.
-    k: Keys, in the format that `spec` says.
-    v: Values, in the format that `spec` says.
-    spec: What is computed (`AttentionSpec`).
-    terms: What else takes part: lengths, mask, bias, slopes, sink, random numbers, pages.
-    stats: Whether statistics for backward are wanted, or where they are written.
-    scales: Scales of what is quantized.
-""",
-    runs="plan_attention_fp8_forward attention_fp8_forward",
-)
+@operation(FORWARD, "scales: Scales of what is quantized.", runs="plan_attention_fp8_forward attention_fp8_forward")
 def attention_fp8_forward(
     rt: Runtime,
     q: Tensor,
@@ -159,13 +148,7 @@ def _plan_forward(rt: Runtime, asked: Asked) -> Any:
 
 
 @operation(
-    """
-    out: Output of the forward.
-    stats: Statistics of the softmax, float32.
-    grads: Where the gradients of q, k and v are written. None allocates them.
-    grad_dtype: FP8 type of the gradients.
-""",
-    runs="plan_attention_fp8_backward attention_fp8_backward",
+    BACKWARD, "grad_dtype: FP8 type of the gradients.", runs="plan_attention_fp8_backward attention_fp8_backward"
 )
 def attention_fp8_backward(
     rt: Runtime,
