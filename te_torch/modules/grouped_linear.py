@@ -192,23 +192,16 @@ class GroupedLinear(BaseModule):
         if tracing:
             inputs = (inp, *weights, *added, rng)
             result = apply_traced(call, state, recompute, m_splits, inputs, extra)  # type: ignore[arg-type]
-            return (
-                (result, [returned_bias(self, bias, (f"bias{i}",)) for i, bias in enumerate(biases)])
-                if self.return_bias
-                else result
-            )
-        extra = extra or Extra(None, False, None, None)
-        assert sizes is not None
-        given = out is not None or dgrad_out is not None
-        extra.splits = self._into(sizes, inp, out, dgrad_out) if given else core.Groups(sizes)  # type: ignore[union-attr]
-        (result,) = apply(call, state, recompute, inp, *weights, *added, rng, extra=extra)
-        if out is not None and result.requires_grad:
-            _in_buffers[out.data_ptr()] = result
-        return (
-            (result, [returned_bias(self, bias, (f"bias{i}",)) for i, bias in enumerate(biases)])
-            if self.return_bias
-            else result
-        )
+        else:
+            extra, given = extra or Extra(None, False, None, None), out is not None or dgrad_out is not None
+            assert sizes is not None
+            extra.splits = self._into(sizes, inp, out, dgrad_out) if given else core.Groups(sizes)  # type: ignore[union-attr]
+            (result,) = apply(call, state, recompute, inp, *weights, *added, rng, extra=extra)
+            if out is not None and result.requires_grad:
+                _in_buffers[out.data_ptr()] = result
+        if not self.return_bias:
+            return result
+        return result, [returned_bias(self, bias, (f"bias{i}",)) for i, bias in enumerate(biases)]
 
     def _into(
         self, sizes: list[int], inp: torch.Tensor, out: torch.Tensor | None, dgrad_out: torch.Tensor | None
