@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from inspect import signature, unwrap
+from functools import cached_property
+from inspect import unwrap
 from itertools import repeat
 from math import prod
+from types import CodeType
 from typing import Any, NamedTuple
 
 from te_core import dtypes
@@ -67,8 +68,8 @@ class Graph:
     outputs: tuple[str, ...]
     #: Of each node the values that no later node reads.
     last: tuple[tuple[str, ...], ...] = field(init=False, repr=False, compare=False)
-    #: Of each node its inputs' places by the layer's names for them: a field saved under such a name is that input.
-    places: tuple[Mapping[str, int], ...] = field(init=False, repr=False, compare=False)
+    #: Of each node the values that it reads, by the layer's names for them: a saved field of such a name is that value.
+    named: tuple[Mapping[str, str], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known, reader = {"", *self.inputs}, {}
@@ -78,9 +79,7 @@ class Graph:
                 what = f"a node that reads {min(missing)!r}"
                 raise UnsupportedError("Graph", what, "values made before", "reorder it")
             if _inspected(node.spec):
-                raise UnsupportedError(
-                    "Graph", "a node with an inspector", "nodes without", "run the layers one by one"
-                )
+                raise UnsupportedError("Graph", "a node with an inspector", "nodes without", "run the layers alone")
             known.update(node.outputs)
             reader.update(dict.fromkeys(node.inputs + node.outputs, i))
         kept = {"", *self.inputs, *self.outputs}
@@ -89,7 +88,7 @@ class Graph:
             if name not in kept:
                 last[at] += (name,)
         object.__setattr__(self, "last", tuple(last))
-        object.__setattr__(self, "places", tuple([_places(node.layer.forward) for node in self.nodes]))
+        object.__setattr__(self, "named", tuple([dict(zip(_names(n), n.inputs, strict=False)) for n in self.nodes]))
 
     def shares(self, options: dict[str, Sequence[Any]]) -> Iterator[tuple[Node, dict[str, Any]]]:
         """Each node with its share of the scaling state, and of `options`, which have one entry for each product."""
@@ -120,8 +119,7 @@ class Graph:
 
     def made(self, i: int, name: str) -> bool:
         """Whether the graph made the memory of this field of what node i saved: no caller's input stands there."""
-        place, node = self.places[i].get(name), self.nodes[i]
-        return place is None or place >= len(node.inputs) or node.inputs[place] not in self.inputs
+        return self.named[i].get(name) not in self.inputs
 
 
 @explained
@@ -155,7 +153,7 @@ def forward(
         del made, t
         if node.wanted:
             # In the value's own shape: te_torch knows an input of the caller in no other one.
-            kept = _shaped(node, spec.places[i], kept, forth=False)
+            kept = _shaped(node, kept, forth=False)
             fields = zip(kept._fields, kept, strict=True)
             kept = kept._make(_own(t) if spec.made(i, name) or _is_bytes(t) else t for name, t in fields)
         saved.append(kept if node.wanted else None)
@@ -188,7 +186,7 @@ def backward(
         if node.layer.releases:
             options["release"] = release
         quantized = type(taken[0]) is QuantizedTensor
-        kept = _shaped(node, spec.places[i], kept, forth=True)
+        kept = _shaped(node, kept, forth=True)
         made = [*unwrap(node.layer.backward)(rt, *taken, kept, **options, **_ranks(node, comm))]
         if release and not any(sink is not None and sink.queue is not None for sink in options.get("sinks", ())):
             for name, t in zip(kept._fields, kept, strict=True):
@@ -244,9 +242,10 @@ def _ranks(node: Node, comm: Communicator | Groups | None) -> dict[str, Any]:
     return {"comm": getattr(groups_of(comm), node.ranks)} if node.ranks else {}
 
 
-@cache
-def _places(function: Callable[..., Any]) -> dict[str, int]:
-    return {name: place for place, name in enumerate(list(signature(unwrap(function)).parameters)[1:])}
+def _names(node: Node) -> tuple[str, ...]:
+    """What the layer calls its inputs; from its code, for `signature` costs a new graph too much."""
+    code: CodeType = unwrap(node.layer.forward).__code__
+    return code.co_varnames[1 : code.co_argcount]
 
 
 def _inspected(spec: Any) -> bool:
@@ -275,12 +274,12 @@ def _viewed(t: Tensor, of: tuple[int, ...], to: tuple[int, ...]) -> Tensor:
     return t.reshape(*t.shape[: len(t.shape) - len(of)], *to)
 
 
-def _shaped(node: Node, places: Mapping[str, int], kept: Any, forth: bool) -> Any:
+def _shaped(node: Node, kept: Any, forth: bool) -> Any:
     """What a node saved, with inputs that it takes in another shape in the value's shape, or back (`forth`)."""
     for name, t in zip(kept._fields, kept, strict=True) if node.views else ():
         for view in node.views:
             of, to = (view.of, view.to) if forth else (view.to, view.of)
-            if places.get(name) == view.place and type(t) is Tensor and t.shape[len(t.shape) - len(of) :] == of:
+            if _names(node)[view.place] == name and type(t) is Tensor and t.shape[len(t.shape) - len(of) :] == of:
                 kept = kept._replace(**{name: _viewed(t, of, to)})
     return kept
 

@@ -22,7 +22,6 @@ BOUNDS = {
     "kernels.compiler._headers": "header files",
     "layers.attention._parts": "1024, the least recently used goes",
     "layers.graph.Graph.reach": "one value, of a graph",
-    "layers.graph._places": "layers of the core",
     "layers.overlap_choice.measured": "one table",
     "described._done": "classes and functions of the packages",
     "layers.context.sides.planned": "1024, the least recently used goes",
