@@ -7,16 +7,22 @@ python tools/error_table.py causes
 from __future__ import annotations
 
 import ast
+import builtins
+import inspect
+import keyword
 import re
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from te_core.described import read
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (ROOT / "te_core", ROOT / "te_torch", ROOT / "te_cli", ROOT / "bindings" / "jax" / "te_jax")
 BASE = "_FourPartError"  # of te_core.errors: every error that a user meets derives from it
 _ALSO = re.compile(r" Also |; an? \w+, as documented|: programs guard")  # said in the last column
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*")
 PARTS = ("operation", "got", "allowed", "do")
 
 
@@ -53,11 +59,27 @@ def said(node: ast.expr | None) -> str:
     return "..."
 
 
+def declared(call: ast.Call) -> Iterator[tuple[str, str]]:
+    """(what is allowed, what to do) of the conditions in an `operation` or `rules` of te_core.ops.declare."""
+    for text in [one.value for one in call.args if isinstance(one, ast.Constant)]:
+        for head, about in read(inspect.cleandoc(str(text)).replace(":\n    ", ": ")).items():
+            allowed, _, do = re.sub("{.*?}", "...", about).partition("; ")
+            named = [name for name in _NAME.findall(head) if name not in dir(builtins) and not keyword.iskeyword(name)]
+            if named[0] == "must":
+                yield allowed, do or f"correct {re.sub('^_[^.]*[.]', '', named[1])}"
+
+
 def causes() -> dict[str, dict[tuple[str, str], str]]:
     """Class -> (what is allowed, what to do) -> the operation, or the part that raises where only the call knows it."""
     found: dict[str, dict[tuple[str, str], str]] = {name: {} for name in classes()}
     for module, tree in trees().items():
         for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                for call in [one for one in node.decorator_list if isinstance(one, ast.Call)]:
+                    by = ast.unparse(call.func)
+                    if by in ("operation", "rules"):
+                        place = node.name if by == "operation" else f"in `{module}`"
+                        found["ArgumentError"] |= dict.fromkeys(declared(call), place)
             name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Call) and name in found:
                 given = dict(zip(PARTS, node.args, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}

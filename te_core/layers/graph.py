@@ -79,7 +79,7 @@ class Graph:
                 what = f"a node that reads {min(missing)!r}"
                 raise UnsupportedError("Graph", what, "values made before", "reorder it")
             if _inspected(node.spec):
-                raise UnsupportedError("Graph", "a node with an inspector", "nodes without", "run the layers alone")
+                raise UnsupportedError("Graph", "a node with an inspector", "others", "run the layers one by one")
             known.update(node.outputs)
             reader.update(dict.fromkeys(node.inputs + node.outputs, i))
         kept = {"", *self.inputs, *self.outputs}
