@@ -1,0 +1,48 @@
+"""Every way of running a module gives the bits of the eager, interpreted run: outputs, gradients, scaling state,
+weights, and the next random number. What a way has of its own is tested in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests import recipes
+from tests.recordings import tapes
+from tests.ways import MODULES, WAYS, Script, made, run
+
+KINDS = (None, *recipes.KINDS)
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def cases() -> Iterator[Any]:
+    """Each way with each module that it takes, in one recipe and dtype; in all of them by --full."""
+    for (i, way), (j, name) in product(enumerate(WAYS), enumerate(MODULES)):
+        taken = [both for both in product(KINDS, DTYPES) if WAYS[way].takes(name, *both)]
+        for k, (recipe, dtype) in enumerate(taken):
+            marks = [] if k == (5 * i + 7 * j) % len(taken) else [pytest.mark.full]
+            yield pytest.param(way, name, recipe, dtype, marks=marks, id=f"{way}-{name}-{recipe}-{dtype}")
+
+
+@pytest.mark.parametrize(("way", "name", "recipe", "dtype"), cases())
+def test_bits_of_the_eager_run(way: str, name: str, recipe: str | None, dtype: str) -> None:
+    chosen, row = WAYS[way], MODULES[name]
+    script = Script(row, DTYPES[dtype], looks=chosen.looks, sizes=chosen.sizes)
+    results: list[dict[str, Any]] = []
+    for how, when in ((run, "never"), (chosen.run, chosen.tapes)):
+        with tapes(when) as ran:
+            results.append(how(made(row, recipe, DTYPES[dtype]), script, recipe))
+    wanted, got = {key: value for key, value in results[0].items() if key.startswith(chosen.gives)}, results[1]
+    assert got.keys() == wanted.keys()
+    assert not [key for key in wanted if got[key] != wanted[key]]
+    assert ran.replayed or chosen.tapes == "never" or name == "GroupedLinear" or "compiled" in way
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("recipe", [name for name in (*recipes.RECIPES, *recipes.OVERRIDES) if name not in KINDS])
+def test_replays_in_every_recipe(recipe: str, name: str) -> None:
+    test_bits_of_the_eager_run("replayed at once", name, recipe, "f32")
