@@ -63,29 +63,6 @@ class Again(torch.nn.Module):
         return te.checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
-MODULES: dict[str, Callable[[], torch.nn.Module]] = {
-    "Linear": linear,
-    "LayerNormMLP": mlp,
-    "LayerNormMLP, checkpoint": lambda: mlp(checkpoint=True),
-    "te.checkpoint, reentrant": lambda: Again(True),
-    "te.checkpoint": lambda: Again(False),
-}
-
-
-@covering(name=MODULES, recipe=RECIPES, update=["late", "inside"])
-def test_replays_are_eager_steps(name: str, recipe: str | None, update: str, fake: FakeDevice) -> None:
-    """Scales and histories included, over steps in which they change; updates come before backward or behind it."""
-    module, late = MODULES[name](), update == "late"
-    eager = copy.deepcopy(module)
-    graphed = graph(fake, module, recipe)
-    assert graphed is module
-    for i in range(5):
-        assert not differences(step(graphed, module, i, recipe, late), step(eager, eager, i, recipe, late)), i
-    assert fake.graphs[0].replays == 5
-    if recipe == "delayed":
-        assert all((t != 1).any() for n, t in fp8_state(module).items() if "scale" in n)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_containers_and_keyword_arguments(recipe: str | None, fake: FakeDevice) -> None:
     module = Two()

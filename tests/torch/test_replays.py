@@ -24,7 +24,7 @@ from tests.backends import devices
 from tests.covering import covering
 from tests.null_device import null_device
 from tests.recipes import region, rule
-from tests.tape_steps import GEMM_MODULES, HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
+from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
 
 
 class Used:
@@ -136,31 +136,6 @@ def test_which_arguments_are_there(used: Used) -> None:
 
     same(program)
     assert used.forward
-
-
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("name", [*GEMM_MODULES[:3], "TransformerLayer"])
-def test_gradients_that_are_wanted_again(used: Used, name: str, recipe: str | None) -> None:
-    """What was recorded frozen, or without gradients, by this model or another one, serves no call that wants them."""
-    with te.quantized_model_init(enabled=recipe is not None, recipe=None if recipe is None else rule(recipe)):
-        whole = {"fuse_qkv_params": True} if name == "TransformerLayer" else {}
-        module = MODULES[name](device="cpu", params_dtype=torch.bfloat16, **whole)
-    everything = [*module.parameters()]
-    weights = [p for p in everything if p.ndim == 2]
-    wanting = []
-    with region(recipe):
-        for frozen in (everything, everything, weights, [], weights):
-            for p in everything:
-                p.requires_grad_(not any(p is other for other in frozen))
-                p.grad = None
-            with torch.no_grad():
-                module(drawn(ROWS, 2, HIDDEN, dtype=torch.bfloat16))
-            y = module(drawn(ROWS, 2, HIDDEN, dtype=torch.bfloat16))
-            wanting.append(y.requires_grad)
-            if y.requires_grad:
-                y.sum().backward()
-            assert [p.grad is not None for p in weights] == [p.requires_grad for p in weights]
-    assert used.forward and wanting == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ import te_torch as te
 from te_core.recipe import DelayedScaling
 from tests.backends import devices
 from tests.covering import covering
-from tests.recipes import KINDS, OVERRIDES, RECIPES, region
+from tests.recipes import KINDS, RECIPES, region
 from tests.tape_steps import GEMM_MODULES, HIDDEN, MODULES, ROWS, drawn, made, same, step, training
 
 on_devices = pytest.mark.parametrize("device", devices())
-
-each_module = pytest.mark.parametrize("name", MODULES)
 
 
 # ------------------------------------------------------------------------------------------------- modules, recipes
@@ -32,33 +30,12 @@ def test_training(name: str, recipe: str | None, device: str) -> None:
     same(lambda: training(made(name, device), recipe))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", [*(name for name in RECIPES if name not in KINDS), *OVERRIDES])
-@each_module
-def test_training_in_every_recipe(name: str, recipe: str) -> None:
-    same(lambda: training(made(name), recipe))
-
-
 @covering(
     recipe=["current high_precision", "block dequantized", "delayed e4m3", "nvfp4 rows"],
     name=["Linear", "LayerNormMLP gated"],
 )
 def test_other_backwards_and_options(name: str, recipe: str) -> None:
     same(lambda: training(made(name), recipe))
-
-
-@covering(name=MODULES, recipe=[None, "delayed"], dtype=[torch.bfloat16, torch.float16])
-def test_halves(name: str, recipe: str | None, dtype: torch.dtype) -> None:
-    def program() -> Any:
-        module = made(name, params_dtype=dtype)
-        return [step(module, drawn(ROWS, 2, HIDDEN, dtype=dtype), recipe) for _ in range(2)]
-
-    same(program)
-
-
-@pytest.mark.parametrize("make", [te.LayerNorm, te.RMSNorm])
-def test_norms(make: Any) -> None:
-    same(lambda: training(make(HIDDEN, device="cpu")))
 
 
 @pytest.mark.parametrize("off", ["weight", "bias", "layer_norm_weight", "all"])
@@ -95,34 +72,6 @@ def test_only_the_second_result_is_used() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- weights
-
-
-@covering(name=GEMM_MODULES, recipe=KINDS)
-def test_microbatches(name: str, recipe: str) -> None:
-    """Weights that are quantized once for several; the first may go into `main_grad`'s place."""
-
-    def program() -> Any:
-        module, found = made(name), []
-        for _ in range(2):
-            for first in (True, False, False):
-                found += (
-                    training(module, recipe, 1, is_first_microbatch=first)
-                    if not first
-                    else [step(module, drawn(ROWS, 2, HIDDEN), recipe, is_first_microbatch=first)["dx"]]
-                )
-        return found
-
-    same(program)
-
-
-@covering(name=GEMM_MODULES, recipe=KINDS)
-def test_weights_that_are_held_quantized(name: str, recipe: str) -> None:
-    def program() -> Any:
-        with te.quantized_model_init(recipe=RECIPES[recipe]):
-            module = MODULES[name](device="cpu")
-        return training(module, recipe)
-
-    same(program)
 
 
 @pytest.mark.parametrize("recipe", KINDS)
@@ -204,15 +153,6 @@ def test_another_history() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- inputs
-
-
-@covering(name=MODULES, recipe=[None, *KINDS])
-def test_changing_shapes(name: str, recipe: str | None) -> None:
-    def program() -> Any:
-        module = made(name)
-        return [step(module, drawn(n, 2, HIDDEN), recipe) for n in (16, 32, 16, 48, 32, 0 if name == "Linear" else 16)]
-
-    same(program)
 
 
 @covering(name=MODULES, recipe=[None, "delayed", "mxfp8"])

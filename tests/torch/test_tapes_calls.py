@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import te_torch as te
 from te_core.recipe import CustomRecipe
@@ -122,32 +121,6 @@ def test_saved_tensors_that_wait_on_the_host(name: str, device: str) -> None:
     same(program)
 
 
-AROUND: dict[str, Callable[..., Any]] = {
-    "te reentrant": te.checkpoint,
-    "te": partial(te.checkpoint, use_reentrant=False),
-    "torch reentrant": partial(torch_checkpoint, use_reentrant=True),
-    "torch": partial(torch_checkpoint, use_reentrant=False),
-}
-
-
-@covering(name=MODULES, around=AROUND, recipe=[None, "delayed", "current"])
-def test_checkpoints(name: str, around: str, recipe: str | None) -> None:
-    """What is run again in backward, with the random numbers and the scales of its first run."""
-
-    def program() -> Any:
-        module, found = made(name), []
-        for _ in range(3):
-            x = drawn(ROWS, 2, HIDDEN).requires_grad_()
-            with region(recipe):
-                y = AROUND[around](module, x)
-                y.backward(drawn(*y.shape))
-            found.append([y, x.grad, *[p.grad.clone() for p in module.parameters()]])
-            found.append([t.clone() for t in module.buffers()])
-        return found
-
-    same(program)
-
-
 # ---------------------------------------------------------------------------------------------------------- modes
 
 
@@ -183,28 +156,6 @@ def test_torch_autocast(name: str) -> None:
         return found
 
     same(program)
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        ("Linear", "delayed"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("LayerNormMLP gated", "current"), ("TransformerLayer", None))
-        ),
-    ],
-)
-def test_compiled_modules(name: str, recipe: str | None) -> None:
-    """Shapes that a compiler was told are those that replays give."""
-
-    def program() -> Any:
-        torch._dynamo.reset()
-        module = made(name)
-        module.compile(backend="aot_eager", fullgraph=True)
-        return training(module, recipe) + [step(module, drawn(ROWS + 8, 2, HIDDEN), recipe)]
-
-    same(program, taped.SHAPES)  # what the compiler asks
 
 
 # -------------------------------------------------------------------------------------------------------- threads
