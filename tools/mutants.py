@@ -4,6 +4,10 @@ tests/mutants.toml lists the faults; build/mutants.md gets the table. A fault wh
 survived: the run fails. So does one that cannot be judged: its text is not there exactly once, the test that notices
 it fails without it, too, none of its tests runs on this machine, or they cannot even be collected with it. A crash or
 a hang counts as noticed.
+
+The list has what no operator makes. `--sample N` draws N faults by operators (tools/mutations.py) in functions that
+tests enter, as `make quick-map` has recorded them, and asks the nearest cases of each. What lives is printed: either a
+test is missing, or the change means the same.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import fnmatch
 import hashlib
 import itertools
 import os
+import random
 import re
 import shutil
 import sys
@@ -32,6 +37,8 @@ except ModuleNotFoundError:  # Python 3.10
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools import touched  # noqa: E402
+from tools.mutations import changes  # noqa: E402
 from tools.warm_pytest import FAILED, NONE_RAN, PASSED, Warm, first_failure  # noqa: E402
 
 LIST = ROOT / "tests" / "mutants.toml"
@@ -39,6 +46,7 @@ TABLE = ROOT / "build" / "mutants.md"
 SKIP = shutil.ignore_patterns(
     ".git", ".venv", ".whl", "build", "results", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
 )
+NEAREST = 6  # cases that a fault of a sample is shown to
 TIMEOUT = 600  # seconds for one fault's tests; one that hangs them has been noticed
 
 
@@ -77,6 +85,29 @@ def load(path: Path = LIST) -> list[Mutant]:
     if twice := sorted({n for n in names if names.count(n) > 1}):
         sys.exit(f"mutants: these names are given twice: {', '.join(twice)}")
     return found
+
+
+def sample(count: int, seed: int, within: list[str]) -> list[Mutant]:
+    """Faults by operators, drawn from functions that recorded cases enter, in these files and folders."""
+    known = touched.recorded()
+    if not known:
+        sys.exit("mutants: no case is recorded; run `make quick-map`, which takes 1.6 times as long as `make test`")
+    drawn: list[Mutant] = []
+    for file in sorted({name.partition(":")[0] for name in known}):
+        if not file.startswith(tuple(within)) or not (ROOT / file).is_file():
+            continue
+        text = (ROOT / file).read_text()
+        for change in changes(text):
+            cases = [
+                case for name in touched.functions(file, {change.line}) for case in known.get(f"{file}:{name}", ())
+            ]
+            if cases:
+                tests = tuple(case for _, _, case in sorted(cases)[:NEAREST])
+                name = f"{file}:{change.line}: {change.operator}"
+                was = " ".join(text[change.begin : change.end].split())
+                breaks = f"{was} -> {change.text or 'nothing'}".replace("|", "\\|")
+                drawn.append(Mutant(name, breaks, file, text, change.applied(text), tests))
+    return random.Random(seed).sample(drawn, min(count, len(drawn)))
 
 
 def run_tests(warm: Warm, tree: Path, tests: tuple[str, ...], cuda: bool) -> tuple[int, str]:
@@ -220,6 +251,16 @@ def write_table(mutants: list[Mutant], verdicts: dict[str, Verdict], table: Path
     table.write_text(HEAD + "".join(rows))
 
 
+def judge_sample(mutants: list[Mutant], jobs: int) -> int:
+    """Judge these faults and print those that live. 0: a change that means the same is no fault of the tests."""
+    verdicts = judge_all(mutants, min(jobs, len(mutants)), lambda found: None)
+    alive = [mutant for mutant in mutants if verdicts[mutant.name].state != "caught"]
+    for mutant in alive:
+        print(f"{mutant.name}: {mutant.breaks}: {verdicts[mutant.name].state} {verdicts[mutant.name].detail}")
+    print(f"mutants: {len(mutants) - len(alive)} of {len(mutants)} of the sample caught")
+    return 0
+
+
 def main() -> int:
     """Judge the chosen faults; 0 if every one was caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -228,7 +269,11 @@ def main() -> int:
     parser.add_argument("--cuda", action="store_true", help="judge those that need CUDA, not the others")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--table", type=Path, default=TABLE, help="where the table goes, a .md file")
+    parser.add_argument("--sample", type=int, metavar="N", help="N faults by operators; names are files and folders")
+    parser.add_argument("--seed", type=int, default=1, help="of the sample")
     given = parser.parse_args()
+    if given.sample:
+        return judge_sample(sample(given.sample, given.seed, given.names or ["te_core/", "te_torch/"]), given.jobs)
     if given.table.suffix != ".md":
         parser.error(f"--table {given.table}: the table is written there; pass a .md file")
     mutants = load()

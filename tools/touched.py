@@ -101,13 +101,20 @@ def functions(path: str, lines: set[int]) -> list[str]:
     return [name for name in dict.fromkeys(named.get(line, "") for line in sorted(lines)) if name is not None]
 
 
-def picked(base: str) -> list[str]:
-    """Files of tests, tests, and cases."""
-    known: dict[str, list[Case]] = defaultdict(list)
+def recorded() -> defaultdict[str, list[Case]]:
+    """The recorded cases of each function, "file:name"."""
+    known: defaultdict[str, list[Case]] = defaultdict(list)
     for file in FOLDER.glob("*.json"):
         for name, cases in json.loads(file.read_text()).items():
             known[name] += map(tuple, cases)
-            known[name.partition(":")[0] + ":"].append(min(known[name]))
+    return known
+
+
+def picked(base: str) -> list[str]:
+    """Files of tests, tests, and cases."""
+    known = recorded()
+    for name in [*known]:
+        known[name.partition(":")[0] + ":"].append(min(known[name]))
     found: dict[str, None] = {}
     of_functions = []
     for path, lines in changed(base).items():

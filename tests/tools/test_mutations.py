@@ -1,0 +1,95 @@
+"""Faults by operators: what each makes of a source, and that a sample of them is judged by the cases that enter it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import mutants, touched
+from tools.mutations import changes
+
+CODE = '''
+def scaled(x, scale, *, grad=True):
+    """A text stays."""
+    if grad and scale is not None:
+        x = x * scale
+    for part in x[1:]:
+        part.add_(1, alpha=scale)
+    return (x, scale) if grad else None
+
+
+def same(x):
+    with quiet():
+        pass
+    return x
+'''
+MADE = {
+    "always": "if True:",
+    "never": "if False:",
+    "operand left out": "if (scale is not None):",
+    "and for or": "if (grad or (scale is not None)):",
+    "comparison": "grad and scale is None:",
+    "sum or product": "x = (x / scale)",
+    "term left out": "x = scale\n",
+    "statement left out": "        pass\n    for",
+    "no iteration": "for part in ():",
+    "last missing": "for part in list(x[1:])[:-1]:",
+    "slice left out": "for part in x:",
+    "number": "x[2:]",
+    "call left out": "        1\n    return",
+    "method left out": "        part\n    return",
+    "argument None": "alpha=None",
+    "argument left out": "add_(1, )",
+    "argument 0": "alpha=0",
+    "element left out": "return (scale) if",
+    "result always": "pass\n    return True",
+    "context left out": "with __import__('contextlib').nullcontext():",
+    "keyword False": "alpha=False",
+    "other order": "return (scale, x) if",
+    "element None": "return (x, None) if",
+    "one choice": "return ((x, scale))",
+    "other choice": "    return None",
+    "result None": "pass\n    return None",
+    "flag": "grad=False):",
+}
+
+
+@pytest.mark.parametrize("operator", MADE)
+def test_what_an_operator_makes(operator: str) -> None:
+    made = [change.applied(CODE) for change in changes(CODE) if change.operator == operator]
+    assert [text for text in made if MADE[operator] in text], made
+
+
+def test_each_change_is_one_that_python_reads() -> None:
+    for file in ("tools/mutations.py", "te_core/layers/linear.py"):
+        text = Path(file).read_text()
+        for change in changes(text)[::5]:
+            ast.parse(change.applied(text))
+
+
+def test_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same seed draws the same faults, of functions that cases enter, and each is shown to the nearest ones."""
+    (tmp_path / "te_core").mkdir()
+    (tmp_path / "te_core/code.py").write_text(CODE + "\n\ndef never(x):\n    return x + 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="make quick-map"):
+        mutants.sample(5, 1, ["te_core/"])
+    touched.FOLDER.mkdir(parents=True)
+    cases = [(n, 0.1, f"tests/test_code.py::test_it[{n}]") for n in range(9, 0, -1)]
+    (touched.FOLDER / "main.json").write_text(json.dumps({"te_core/code.py:scaled": cases}))
+    drawn = mutants.sample(12, 1, ["te_core/"])
+    assert drawn == mutants.sample(12, 1, ["te_core/"]) != mutants.sample(12, 2, ["te_core/"])
+    assert len({mutant.new for mutant in drawn}) == 12 and all("x + 1" in mutant.new for mutant in drawn)
+    assert {mutant.tests for mutant in drawn} == {tuple(f"tests/test_code.py::test_it[{n}]" for n in range(1, 7))}
+
+    def judged(chosen: list[mutants.Mutant], jobs: int, keep: object) -> dict[str, mutants.Verdict]:
+        return {m.name: mutants.Verdict("survived" if i == 0 else "caught", "") for i, m in enumerate(chosen)}
+
+    monkeypatch.setattr(mutants, "judge_all", judged)
+    assert mutants.judge_sample(drawn, 1) == 0
+    said = capsys.readouterr().out
+    assert drawn[0].breaks in said and "caught" in said.splitlines()[-1]
