@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,18 +104,8 @@ def _unpermute_backward(
 
 def _mask_map_shapes(routing: torch.Tensor) -> Pair:
     tokens, experts = routing.shape
-    return (
-        routing.new_empty((tokens, 2 * experts + 1), dtype=torch.int32),
-        routing.new_empty((experts + 1,), dtype=torch.int32),
-    )
-
-
-def _index_map_shapes(experts: torch.Tensor, rows: int) -> torch.Tensor:
-    return experts.new_empty((experts.shape[0] * experts.shape[1],), dtype=torch.int32)
-
-
-def _chunk_map_shapes(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
-    return sizes.new_empty((rows,), dtype=torch.int32)
+    row_map = routing.new_empty((tokens, 2 * experts + 1), dtype=torch.int32)
+    return row_map, routing.new_empty((experts + 1,), dtype=torch.int32)
 
 
 def _permute_shapes(inp: torch.Tensor, row_map: torch.Tensor, probs: Maybe, *others: Any) -> Pair:
@@ -124,56 +114,26 @@ def _permute_shapes(inp: torch.Tensor, row_map: torch.Tensor, probs: Maybe, *oth
     return out, inp.new_empty(0) if probs is None else probs.new_empty((rows,))
 
 
-def _permute_backward_shapes(
-    grad: torch.Tensor, row_map: torch.Tensor, probs: Maybe, grad_probs: Maybe, pad_offsets: Maybe, tokens: int
-) -> Pair:
+def _permute_backward_shapes(grad: torch.Tensor, row_map: torch.Tensor, probs: Maybe, *others: Any) -> Pair:
+    grad_probs, _, tokens = others
     dx = grad.new_empty((tokens, grad.shape[1]))
     return dx, grad.new_empty(0) if probs is None or grad_probs is None else probs.new_empty(probs.shape)
 
 
-def _unpermute_shapes(
-    inp: torch.Tensor, row_map: torch.Tensor, weights: Maybe, pad_offsets: Maybe, tokens: int
-) -> torch.Tensor:
-    return inp.new_empty((tokens, inp.shape[1]))
-
-
-def _unpermute_backward_shapes(
-    grad: torch.Tensor, inp: torch.Tensor, row_map: torch.Tensor, weights: torch.Tensor, pad_offsets: Maybe
-) -> Pair:
-    return inp.new_empty(inp.shape), weights.new_empty(weights.shape)
-
-
-class _Operator(NamedTuple):
-    run: Callable[..., Any]
-    shapes: Callable[..., Any]
-    schema: str
-
-
-_OPERATORS = {
-    "mask_map": _Operator(mask_map, _mask_map_shapes, "(Tensor routing) -> (Tensor, Tensor)"),
-    "index_map": _Operator(index_map, _index_map_shapes, "(Tensor experts, SymInt rows) -> Tensor"),
-    "chunk_map": _Operator(chunk_map, _chunk_map_shapes, "(Tensor sizes, Tensor order, SymInt rows) -> Tensor"),
-    "permute": _Operator(
-        _permute,
-        _permute_shapes,
-        "(Tensor inp, Tensor row_map, Tensor? probs, Tensor? pad_offsets, Tensor? starts, SymInt rows, bool fill_rows)"
-        " -> (Tensor, Tensor)",
+#: By name: what runs, whose annotations are the operator's schema, and what gives its shapes.
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "mask_map": (mask_map, _mask_map_shapes),
+    "index_map": (
+        index_map,
+        lambda experts, rows: experts.new_empty((experts.shape[0] * experts.shape[1],), dtype=torch.int32),
     ),
-    "permute_backward": _Operator(
-        _permute_backward,
-        _permute_backward_shapes,
-        "(Tensor grad, Tensor row_map, Tensor? probs, Tensor? grad_probs, Tensor? pad_offsets, SymInt tokens)"
-        " -> (Tensor, Tensor)",
-    ),
-    "unpermute": _Operator(
-        _unpermute,
-        _unpermute_shapes,
-        "(Tensor inp, Tensor row_map, Tensor? weights, Tensor? pad_offsets, SymInt tokens) -> Tensor",
-    ),
-    "unpermute_backward": _Operator(
+    "chunk_map": (chunk_map, lambda sizes, order, rows: sizes.new_empty((rows,), dtype=torch.int32)),
+    "permute": (_permute, _permute_shapes),
+    "permute_backward": (_permute_backward, _permute_backward_shapes),
+    "unpermute": (_unpermute, lambda inp, *others: inp.new_empty((others[-1], inp.shape[1]))),
+    "unpermute_backward": (
         _unpermute_backward,
-        _unpermute_backward_shapes,
-        "(Tensor grad, Tensor inp, Tensor row_map, Tensor weights, Tensor? pad_offsets) -> (Tensor, Tensor)",
+        lambda grad, inp, row_map, weights, pad: (inp.new_empty(inp.shape), weights.new_empty(weights.shape)),
     ),
 }
 
@@ -183,7 +143,7 @@ def _operator(name: str, *args: Any) -> Any:
 
 
 def _direct(name: str, *args: Any) -> Any:
-    return _OPERATORS[name].run(*args)
+    return _OPERATORS[name][0](*args)
 
 
 # --------------------------------------------------------------------------------------------- derivatives
@@ -312,10 +272,10 @@ def _refuse_double_backward() -> None:
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 
 
-for _name, _given in _OPERATORS.items():
-    _library.define(f"moe_{_name}{_given.schema}")
-    _library.impl(f"moe_{_name}", _given.run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"te_runtime::moe_{_name}", _given.shapes, lib=_library)
+for _name, (_run, _shapes) in _OPERATORS.items():
+    _library.define(f"moe_{_name}{torch.library.infer_schema(_run, mutates_args=())}")
+    _library.impl(f"moe_{_name}", _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"te_runtime::moe_{_name}", _shapes, lib=_library)
 
 torch.library.register_autograd(
     "te_runtime::moe_permute",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,21 +13,11 @@ from te_core.errors import UnsupportedError
 OPERATION = "make_graphed_callables"
 
 
-class Graph(Protocol):
-    """Work that was done once under observation, to be done again over the same memory."""
+class Graph:
+    """Work that was done once under observation, to be done again over the same memory.
 
-    def capture(self, work: Callable[[], Any], pool: Any) -> Any:
-        """Do the work under observation; what it returns stays where it is."""
-
-    def replay(self) -> None:
-        """Do it again."""
-
-    def reset(self) -> None:
-        """Let go of it and of its memory."""
-
-
-class _CudaGraph:
-    """torch's, which draws from the default generator of the device and from those named here."""
+    It draws from the default generator of the device and from those named here.
+    """
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -35,13 +25,16 @@ class _CudaGraph:
             self._graph.register_generator_state(generator)
 
     def capture(self, work: Callable[[], Any], pool: Any) -> Any:
+        """Do the work under observation; what it returns stays where it is."""
         with torch.cuda.graph(self._graph, pool=pool):
             return work()
 
     def replay(self) -> None:
+        """Do it again."""
         self._graph.replay()
 
     def reset(self) -> None:
+        """Let go of it and of its memory."""
         self._graph.reset()
 
 
@@ -72,7 +65,7 @@ class Cuda:
 
     def graph(self, generators: Iterable[torch.Generator]) -> Graph:
         """A new graph, which draws from these generators besides."""
-        return _CudaGraph(generators)
+        return Graph(generators)
 
     @contextmanager
     def warming(self) -> Iterator[None]:
