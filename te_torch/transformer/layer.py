@@ -7,8 +7,10 @@ y  = x2 + drop_path(dropout(mlp(norm(x2)) + bias))
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from inspect import signature
+from typing import Any
 
 import torch
 
@@ -45,69 +47,11 @@ _IGNORED = (
     "layer_type='decoder' to the constructor"
 )
 _LATE = "apply_residual_connection_post_layernorm"
-#: Options that go on as they are: to all parts, and to the attentions.
-_SHARED = (
-    "bias",
-    "normalization",
-    "zero_centered_gamma",
-    "init_method",
-    "output_layer_init_method",
-    "get_rng_state_tracker",
-    "fuse_wgrad_accumulation",
-    "params_dtype",
-    "device",
-    "tp_group",
-    "tp_size",
-    "sequence_parallel",
-    "set_parallel_mode",
-)
-_ATTENTION = (
-    "kv_channels",
-    "attention_dropout",
-    "layernorm_epsilon",
-    "layer_number",
-    "num_gqa_groups",
-    "fuse_qkv_params",
-    "qkv_weight_interleaved",
-    "rotary_pos_interleaved",
-    "qk_norm_type",
-    "qk_norm_eps",
-    "qk_norm_before_rope",
-    "softmax_type",
-)
-
+#: Options that a part has too, and does not get as they are.
+_OWN = {"self", "name", "window_size", "bottom_right_diagonal", "seq_length", "micro_batch_size", *Flags._fields}
 
 #: Which of forward's arguments behind the first are tensors, or two; and which of them are lengths.
 _TENSORS, _LENGTHS = (0, 4, 5, 12, 14, 15, 16, 17, 18, 19), (16, 17, 18, 19)
-
-
-class Arguments(NamedTuple):
-    """Forward's arguments behind the first, in their order."""
-
-    attention_mask: Any
-    self_attn_mask_type: str | None
-    window_size: tuple[int, int] | None
-    bottom_right_diagonal: bool | None
-    encoder_output: torch.Tensor | None
-    enc_dec_attn_mask: Any
-    enc_dec_attn_mask_type: str | None
-    enc_dec_window_size: tuple[int, int] | None
-    enc_dec_bottom_right_diagonal: bool | None
-    is_first_microbatch: bool | None
-    checkpoint_core_attention: bool
-    inference_params: InferenceParams | None
-    rotary_pos_emb: Any
-    core_attention_bias_type: str
-    core_attention_bias: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_kv: torch.Tensor | None
-    cu_seqlens_q_padded: torch.Tensor | None
-    cu_seqlens_kv_padded: torch.Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_kv: int | None
-    fast_zero_fill: bool
-    pad_between_seqs: bool | None
 
 
 class TransformerLayer(Unit):
@@ -214,13 +158,11 @@ class TransformerLayer(Unit):
 
     def _add_parts(self, given: dict[str, Any], flags: dict[str, Any]) -> None:
         """The modules that the layer is made of, by what its constructor was given, and which GEMMs overlap."""
-        width, heads, late = given["hidden_size"], given["num_attention_heads"], given[_LATE]
-        shared = {name: given[name] for name in _SHARED} | flags
-        shared["return_bias"] = not self.parallel_attention_mlp  # else one residual step serves two branches
-        attention = {name: given[name] for name in _ATTENTION} | shared | {"qkv_format": given["attn_input_format"]}
+        late = given[_LATE]
+        # Without biases of their own one residual step serves two branches.
+        own = {"return_bias": not self.parallel_attention_mlp, **flags}
+        attention = _shared(MultiheadAttention, given) | own | {"qkv_format": given["attn_input_format"]}
         self.self_attention = MultiheadAttention(
-            width,
-            heads,
             attn_mask_type=self.self_attn_mask_type,
             window_size=given["window_size"],
             bottom_right_diagonal=given["bottom_right_diagonal"],
@@ -231,8 +173,6 @@ class TransformerLayer(Unit):
         )
         if self.layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
-                width,
-                heads,
                 attn_mask_type=self.enc_dec_attn_mask_type,
                 window_size=given["enc_dec_window_size"],
                 bottom_right_diagonal=given["enc_dec_bottom_right_diagonal"],
@@ -243,18 +183,14 @@ class TransformerLayer(Unit):
                 **attention,
             )
         self.layernorm_mlp = LayerNormMLP(
-            width,
-            given["ffn_hidden_size"],
             eps=given["layernorm_epsilon"],
-            activation=given["activation"],
-            activation_params=given["activation_params"],
             return_layernorm_output=late,
             name=f"{self.name}.layernorm_mlp",
-            **shared,
+            **_shared(LayerNormMLP, given) | own,
         )
         if self.output_layernorm:
             self.layernorm = _NORMS[given["normalization"]](
-                width,
+                self.hidden_size,
                 eps=given["layernorm_epsilon"],
                 zero_centered_gamma=given["zero_centered_gamma"],
                 dtype=given["params_dtype"],
@@ -403,22 +339,27 @@ class TransformerLayer(Unit):
 
     def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         x, *tensors = inputs
-        given = [*options[: len(Arguments._fields)]]
+        given = [*options[: len(_Arguments._fields)]]
         for place, count in options[len(given)] if tensors else ():
             given[place], tensors = tensors[0] if count == 1 else tuple(tensors[:count]), tensors[count:]
         return self._run_parts(x, tuple(given))
 
     def _run_parts(self, hidden_states: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
         """The layer's output, part by part; `given`: forward's other arguments."""
-        g, operation = Arguments(*given), "TransformerLayer.forward"
+        g: Any = _Arguments(*given)
+        operation = "TransformerLayer.forward"
         mask_type, enc_dec_mask_type = (
             canonical_mask(operation, getattr(g, name) or getattr(self, name), name)
             for name in ("self_attn_mask_type", "enc_dec_attn_mask_type")
         )
         if g.attention_mask is not None or g.enc_dec_attn_mask is not None:
             _check_masks(operation, attention_mask=g.attention_mask, enc_dec_attn_mask=g.enc_dec_attn_mask)
-        if (self.layer_type == "decoder") == (g.encoder_output is None):
-            self._note_encoder_output(operation, g.encoder_output)
+        if self.layer_type == "decoder" and g.encoder_output is None:
+            raise ArgumentError(
+                operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
+            )
+        if self.layer_type != "decoder" and g.encoder_output is not None:
+            warn_ignored(self, _IGNORED)
         x = _begun(hidden_states, self._rows if g.inference_params is None else None)
         # Each part gets what it reads as a `Branch`: its norm forms the sum.
         attended = self._attend("self_attention", Branch(x), g, mask_type)
@@ -434,7 +375,7 @@ class TransformerLayer(Unit):
         y = self._added(mlp(read, g.is_first_microbatch), self.drop_path).added()
         return self.layernorm(y) if self.output_layernorm else y
 
-    def _attend(self, name: str, read: Branch, g: Arguments, mask_type: str) -> Any:
+    def _attend(self, name: str, read: Branch, g: Any, mask_type: str) -> Any:
         """What self attention returns, or a decoder's cross attention, which looks at encoder_output."""
         part: Any = self._modules[name]
         own: tuple[Any, ...] = g.attention_mask, None, mask_type, g.window_size, g.bottom_right_diagonal
@@ -464,14 +405,6 @@ class TransformerLayer(Unit):
             g.pad_between_seqs,
         )
 
-    def _note_encoder_output(self, operation: str, given: torch.Tensor | None) -> None:
-        """A decoder without encoder_output is an error; in another layer it changes nothing."""
-        if given is None:
-            raise ArgumentError(
-                operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
-            )
-        warn_ignored(self, _IGNORED)
-
     def _added(self, returned: Any, drop_path: DropPath | None) -> Branch:
         """residual + drop_path(dropout(output + bias)) of what a part returned: output, bias[, norm output], stream.
 
@@ -494,6 +427,16 @@ class TransformerLayer(Unit):
             layer_type=self.layer_type,
             layer_number=self.layer_number,
         )
+
+
+#: Forward's arguments behind the first, in their order.
+_Arguments = namedtuple("_Arguments", [*signature(TransformerLayer.forward).parameters][2:])  # type: ignore[misc]
+
+
+def _shared(part: type, given: dict[str, Any]) -> dict[str, Any]:
+    """The options that a part gets as the layer has them."""
+    names = signature(part.__init__).parameters.keys() - _OWN  # type: ignore[misc]
+    return {name: value for name, value in given.items() if name in names}
 
 
 def _begun(hidden_states: torch.Tensor, rows: int | None) -> torch.Tensor:
