@@ -149,23 +149,20 @@ class DotProductAttention(BaseModule):
         self._find_place()
         # With sequence parallelism every rank has all heads of its tokens, and dropout of its own anyway.
         self._fork = None if sequence_parallel else fork_of(get_rng_state_tracker, None)
-        self._add_softmax_offset()
+        place: dict[str, Any] = {"dtype": torch.float32, "device": default_device()}
+        self.softmax_offset: Any
+        if softmax_type == "learnable":
+            self._add_parameter("softmax_offset", (self._static.heads,), torch.nn.init.zeros_, **place)
+            if tp_size > 1:
+                self._mark_parallel(0, "softmax_offset")
+        else:
+            ones = softmax_type == "off-by-one"
+            self.softmax_offset = torch.zeros(self._static.heads, **place) if ones else None
         self._choices: dict[Any, Plan] = {}
         #: Of the last forward, for precision_report(): its plan, and what was quantized how if it was in FP8.
         self._last_plan: Plan | None = None
         self._last_rule: AttentionPrecision | None = None
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-
-    def _add_softmax_offset(self) -> None:
-        place: dict[str, Any] = {"dtype": torch.float32, "device": default_device()}
-        self.softmax_offset: Any
-        if self.softmax_type == "learnable":
-            self._add_parameter("softmax_offset", (self._static.heads,), torch.nn.init.zeros_, **place)
-            if self.tp_size > 1:
-                self._mark_parallel(0, "softmax_offset")
-        else:
-            ones = self.softmax_type == "off-by-one"
-            self.softmax_offset = torch.zeros(self._static.heads, **place) if ones else None
 
     def _weight_names(self) -> tuple[str, ...]:
         return ()
@@ -186,20 +183,11 @@ class DotProductAttention(BaseModule):
         self._static = self._static._replace(context=found.context, context_rank=found.rank)
         self._choices.clear()
 
-    @property
-    def cp_group(self) -> Any:
-        """The group over which sequences are spread, or the list of two."""
-        return self._context.given[0]
-
-    @property
-    def cp_global_ranks(self) -> Any:
-        """Its global ranks, as they were given."""
-        return self._context.given[1]
-
-    @property
-    def cp_stream(self) -> Any:
-        """The stream that was given."""
-        return self._context.given[2]
+    cp_group = property(
+        lambda self: self._context.given[0], doc="The group over which sequences are spread, or the list of two."
+    )
+    cp_global_ranks = property(lambda self: self._context.given[1], doc="Its global ranks, as they were given.")
+    cp_stream = property(lambda self: self._context.given[2], doc="The stream that was given.")
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Remember the group; heads are spread over it by `tp_size`. Its ranks compare what they are called with."""
@@ -267,8 +255,7 @@ class DotProductAttention(BaseModule):
         if a is None:
             raise wrong("no queries", "query_layer or qkv_layer", "pass one of them")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        cached = inference_params is not None
-        stepped = step(inference_params, mask_type, self, b, c, form) if cached else None
+        stepped = None if inference_params is None else step(inference_params, mask_type, self, b, c, form)
         given = Given(
             a,
             b,
@@ -295,15 +282,13 @@ class DotProductAttention(BaseModule):
             bf16_backward,
             num_splits,
             functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, torch_score_mod),
-            cached,
+            inference_params is not None,
         )
-        return self._attend(given) if stepped is None else self._attend_cache(given, inference_params, stepped)
-
-    def _attend_cache(self, given: Given, inference: Any, stepped: tuple[Any, ...]) -> Any:
-        """Attention over a cache: it keeps nothing for backward, which has none."""
-        cached = from_cache(given, inference, stepped)
+        if stepped is None:
+            return self._attend(given)
+        cached = from_cache(given, inference_params, stepped)
         with torch.no_grad():
-            found = self._attend(cached)
+            found = self._attend(cached)  # attention over a cache keeps nothing for backward, which it has not
         if not torch.is_grad_enabled():
             return found
         return cut_off(found, given.a, given.b, given.c, self.softmax_offset)

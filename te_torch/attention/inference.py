@@ -249,20 +249,15 @@ class InferenceParams(NamedOptions):
     @_eager
     def step_of(self, module: Any, new_k: torch.Tensor, new_v: torch.Tensor, form: str) -> Stepped:
         """The `step` of an attention, whose number no other one has."""
-        self._claim(module, module.layer_number)
-        return self.step(module.layer_number, new_k, new_v, form)
-
-    def _claim(self, module: Any, number: int) -> None:
-        """Refuse a second module of a number: each would overwrite what the other one has cached."""
+        number = module.layer_number
         owner = self._owners.setdefault(number, module._token)
-        if owner == module._token:
-            return
-        other = of_token(owner)
-        if other is not None:
+        other = None if owner == module._token else of_token(owner)
+        if other is not None:  # each would overwrite what the other one has cached
             got = f"layer_number={number} from {name_of(module)}, after {name_of(other)} has used it"
             do = "pass layer_number=1, 2, ... to the layers' constructors; reset() before another model takes the cache"
             raise _refused("step", got, "one layer for each layer_number: each has its own cache", do)
         self._owners[number] = module._token
+        return self.step(number, new_k, new_v, form)
 
     def _rows(self, new_k: torch.Tensor, form: str) -> int:
         """The rows of the batch, once it is clear that the new tokens fit what pre_step announced."""

@@ -196,8 +196,9 @@ def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, c
     layer = AttentionLayerSpec(
         spec, *static[:4], needs, key.packing, key.interleaved, key.checkpoint, context=static.context
     )
-    if static.context is not None:
-        _check_context(static, key, spec, sizes)
+    if static.context is not None:  # what the core's rules refuse
+        tokens = (key.a.shape[0],) * 2 if key.form == "thd" else (sizes.sq, sizes.skv)
+        check(Cut(spec, static.context, static.heads, static.groups, tokens))
     training = key.training or any(needs)
     request = choose.Request(
         device_info(key.a.device),
@@ -271,13 +272,6 @@ def _refuse_over_ranks(key: Key) -> None:
     ):
         if given:
             raise UnsupportedError(OPERATION, f"{what} under context parallelism", allowed, do)
-
-
-def _check_context(static: Static, key: Key, spec: AttentionSpec, sizes: Sizes) -> None:
-    """What the core's rules refuse."""
-    assert static.context is not None
-    tokens = (key.a.shape[0],) * 2 if key.form == "thd" else (sizes.sq, sizes.skv)
-    check(Cut(spec, static.context, static.heads, static.groups, tokens))
 
 
 def schedule_in_words(request: choose.Request, shape: tuple[int, ...]) -> str:

@@ -107,7 +107,10 @@ def apply_rotary_pos_emb(
         _check_shapes(t, freqs, tensor_format)
         with outside_autocast(t):
             angles = _angles(t, freqs, tensor_format, start_positions, cu_seqlens, (cp_size, cp_rank))
-            return _unfused(t, angles, interleaved)
+            turned, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
+            cos, sin = angles.float().cos().to(t.dtype), angles.float().sin().to(t.dtype)
+            turned = turned * cos + exported.rotate_half(turned, interleaved) * sin
+            return torch.cat((turned, rest), dim=-1)
     check_dtype("apply_rotary_pos_emb", t)
     check_beside("apply_rotary_pos_emb", t, freqs=freqs, cu_seqlens=cu_seqlens, start_positions=start_positions)
     needs = torch.is_grad_enabled() and t.requires_grad
@@ -275,14 +278,6 @@ def _check_starts(start_positions: torch.Tensor, batch: int, length: int, positi
     last = int(start_positions.max()) + length
     if last > positions:
         raise AssertionError(f"apply_rotary_pos_emb: positions up to {last}, freqs has {positions}")
-
-
-def _unfused(t: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """t * cos + rotate_half(t) * sin over the first channels; the rest passes through."""
-    turned, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
-    cos, sin = angles.float().cos().to(t.dtype), angles.float().sin().to(t.dtype)
-    turned = turned * cos + exported.rotate_half(turned, interleaved) * sin
-    return torch.cat((turned, rest), dim=-1)
 
 
 def _check_shapes(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:

@@ -38,7 +38,7 @@ from te_torch.parallel.overlap import Flags, flags_of
 from te_torch.runtime import amp_cast
 from te_torch.surroundings import dispatch_modes
 from te_torch.transformer.drop_path import DropPath
-from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes
+from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes, shared
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -159,9 +159,9 @@ class TransformerLayer(Unit):
     def _add_parts(self, given: dict[str, Any], flags: dict[str, Any]) -> None:
         """The modules that the layer is made of, by what its constructor was given, and which GEMMs overlap."""
         late = given[_LATE]
-        # Without biases of their own one residual step serves two branches.
+        # Parallel branches return no bias: one residual step serves both.
         own = {"return_bias": not self.parallel_attention_mlp, **flags}
-        attention = _shared(MultiheadAttention, given) | own | {"qkv_format": given["attn_input_format"]}
+        attention = shared(MultiheadAttention, given, _OWN) | own | {"qkv_format": given["attn_input_format"]}
         self.self_attention = MultiheadAttention(
             attn_mask_type=self.self_attn_mask_type,
             window_size=given["window_size"],
@@ -186,7 +186,7 @@ class TransformerLayer(Unit):
             eps=given["layernorm_epsilon"],
             return_layernorm_output=late,
             name=f"{self.name}.layernorm_mlp",
-            **_shared(LayerNormMLP, given) | own,
+            **shared(LayerNormMLP, given, _OWN) | own,
         )
         if self.output_layernorm:
             self.layernorm = _NORMS[given["normalization"]](
@@ -360,7 +360,17 @@ class TransformerLayer(Unit):
             )
         if self.layer_type != "decoder" and g.encoder_output is not None:
             warn_ignored(self, _IGNORED)
-        x = _begun(hidden_states, self._rows if g.inference_params is None else None)
+        rows = self._rows if g.inference_params is None else None
+        if rows is not None and hidden_states.shape[0] > rows:
+            raise ArgumentError(
+                "TransformerLayer.forward",
+                f"hidden_states of shape {tuple(hidden_states.shape)} with sequence parallelism",
+                f"at most this rank's {rows} rows of the sequence (seq_length)",
+                "scatter the sequence over the ranks, or correct seq_length",
+            )
+        if (context := offloading.active.context) is not None:
+            context.transformer_layer_begins()
+        x = amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
         # Each part gets what it reads as a `Branch`: its norm forms the sum.
         attended = self._attend("self_attention", Branch(x), g, mask_type)
         mlp: Any = self._modules["layernorm_mlp"]  # Module.__getattr__ would cost a microsecond
@@ -431,27 +441,6 @@ class TransformerLayer(Unit):
 
 #: Forward's arguments behind the first, in their order.
 _Arguments = namedtuple("_Arguments", [*signature(TransformerLayer.forward).parameters][2:])  # type: ignore[misc]
-
-
-def _shared(part: type, given: dict[str, Any]) -> dict[str, Any]:
-    """The options that a part gets as the layer has them."""
-    names = signature(part.__init__).parameters.keys() - _OWN  # type: ignore[misc]
-    return {name: value for name, value in given.items() if name in names}
-
-
-def _begun(hidden_states: torch.Tensor, rows: int | None) -> torch.Tensor:
-    """What a layer that begins computes with, of at most so many `rows` where its constructor was told; an offload
-    context around it is told."""
-    if rows is not None and hidden_states.shape[0] > rows:
-        raise ArgumentError(
-            "TransformerLayer.forward",
-            f"hidden_states of shape {tuple(hidden_states.shape)} with sequence parallelism",
-            f"at most this rank's {rows} rows of the sequence (seq_length)",
-            "scatter the sequence over the ranks, or correct seq_length",
-        )
-    if (context := offloading.active.context) is not None:
-        context.transformer_layer_begins()
-    return amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
 
 
 def _check_masks(operation: str, **masks: Any) -> None:
