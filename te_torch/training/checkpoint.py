@@ -158,11 +158,10 @@ def _run_again(then: Region | None, now: Region | None) -> Region:
 
 def _is_older_form(args: tuple[Any, ...]) -> bool:
     """(bool, callable, group or None, argument, ...): the documented older order."""
-    return len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and (args[2] is None or _is_group(args[2]))
-
-
-def _is_group(value: Any) -> bool:
-    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
+    if len(args) <= 3 or not isinstance(args[0], bool) or not callable(args[1]):
+        return False
+    group = args[2]
+    return group is None or (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup))
 
 
 def _distributes(group: Any, reentrant: bool) -> bool:

@@ -67,8 +67,7 @@ def gather_along_first_dim(
     operation, ranks = "gather_along_first_dim", get_distributed_world_size(process_group)
     quantized = isinstance(inp, QuantizedTensorStorage)
     if ranks == 1:
-        made = inp if quantized or quantizer is None else quantizer(inp)
-        return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
+        return _into(output_tensor, inp if quantized or quantizer is None else quantizer(inp)), None
     if quantizer is None and not quantized:
         return _gather_plain(inp, process_group, async_op and not external_coalescing, output_tensor)
     if external_coalescing:
@@ -81,16 +80,14 @@ def gather_along_first_dim(
     local = inp if quantized else _quantized_shard(inp, quantizer, process_group)
     if local is None:
         values, _ = _gather_plain(inp, process_group, False, None)
-        made = quantizer(values)  # type: ignore[misc]
-        return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
+        return _into(output_tensor, quantizer(values)), None  # type: ignore[misc]
     usages = usages_of(quantizer, local)
     _check_shard(operation, local, usages)
     gathering = Gathering(operation, local, process_group, usages)
     if async_op and output_tensor is None:
         return gathering.result, gathering
     gathering.wait()
-    made = gathering.result
-    return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
+    return _into(output_tensor, gathering.result), None
 
 
 def _gather_plain(inp: torch.Tensor, group: Any, async_op: bool, output: Any) -> tuple[torch.Tensor, Any]:
@@ -156,7 +153,9 @@ def _check_shard(operation: str, local: Any, usages: dict[str, bool]) -> None:
 
 
 def _into(output: Any, made: Any) -> Any:
-    """Write a result into the caller's tensor."""
+    """The result, in the caller's tensor if there is one."""
+    if output is None:
+        return made
     if isinstance(output, QuantizedTensorStorage) and isinstance(made, QuantizedTensorStorage):
         output.copy_from_storage(made)
         return output

@@ -9,6 +9,7 @@ from threading import RLock
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Recipe
@@ -46,10 +47,8 @@ def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: Sequenc
     """Put back what `save_fp8_tensors` gave of these modules."""
     parts = _parts(modules)
     if len(parts) != len(fp8_tensors):
-        got, allowed = (
-            f"{len(fp8_tensors)} states for {len(parts)} modules",
-            "what save_fp8_tensors gave of these modules",
-        )
+        got = f"{len(fp8_tensors)} states for {len(parts)} modules"
+        allowed = "what save_fp8_tensors gave of these modules"
         raise ArgumentError("restore_fp8_tensors", got, allowed, "pass both the same modules")
     for part, saved in zip(parts, fp8_tensors, strict=True):
         part.reset_fp8_meta_tensors(saved)
@@ -143,10 +142,12 @@ def make_graphed_callables(
         found[0].training,
     )
     _check_reuse(options, _order)
-    _check_iterations(num_warmup_iters)
+    if not isinstance(num_warmup_iters, int) or isinstance(num_warmup_iters, bool) or num_warmup_iters < 0:
+        got = f"num_warmup_iters={num_warmup_iters!r}"
+        raise ArgumentError(OPERATION, got, "a whole number from 0", "leave it out for 3")
     regions, hooks = arguments.hows(given, len(found)), arguments.check_hooks(capture_time_hooks, len(found))
     tensors = _static(samples, plan, options.reuse)
-    seam.device.require([*(p for m in found for p in m.parameters()), *(t for one in tensors for t in _leaves(one))])
+    seam.device.require([*(p for m in found for p in m.parameters()), *tree_leaves(tensors)])
     units = [
         Unit(found[i], sample, regions[i], options, hooks[i]) for i, sample in zip(plan.modules, tensors, strict=True)
     ]
@@ -159,10 +160,6 @@ def make_graphed_callables(
 
 
 _PRECISION = (*arguments.OLDER, *arguments.OLDER.values())
-
-
-def _leaves(sample: Any) -> list[torch.Tensor]:
-    return torch.utils._pytree.tree_leaves(sample)
 
 
 def _planned(modules: Sequence[torch.nn.Module], count: int, order: Any, layers: Any) -> Schedule:
@@ -199,11 +196,6 @@ def _check_reuse(options: Options, order: Any) -> None:
             "modules that train: a backward says when buffers are free",
             "leave it out",
         )
-
-
-def _check_iterations(count: Any) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ArgumentError(OPERATION, f"num_warmup_iters={count!r}", "a whole number from 0", "leave it out for 3")
 
 
 def _static(samples: list[Any], plan: Schedule, reuse: bool) -> list[Any]:

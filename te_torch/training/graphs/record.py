@@ -89,7 +89,7 @@ class _Spot:
         parameter: Any = module._parameters[name]
         self.parameter = parameter
         #: The buffers of a quantized one that were there; another one may be made of them later.
-        self.parts: list[str] | None = _buffers_of(parameter)
+        self.parts: list[str] | None = parameter._inner_names() if isinstance(parameter, QuantizedTorch) else None
         self.main = main_grad(parameter) if isinstance(module, BaseModule) and module.fuse_wgrad_accumulation else None
         self.addresses = self._addresses()
 
@@ -107,10 +107,6 @@ class _Spot:
             return same
         main = main_grad(p)
         return main is self.main or (main is not None and main.data_ptr() == self.main.data_ptr())
-
-
-def _buffers_of(parameter: Any) -> list[str] | None:
-    return parameter._inner_names() if isinstance(parameter, QuantizedTorch) else None
 
 
 def _addresses(state: ScalingState) -> list[int]:

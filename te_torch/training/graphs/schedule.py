@@ -39,7 +39,10 @@ def of_pipeline(order: Any, layers_of: Any, modules: int, samples: int) -> Sched
     plain, apart = _split(order)
     chunks = max(plain)
     layers = _layers(layers_of, chunks, modules)
-    microbatches = _microbatches(plain, chunks)
+    microbatches, rest = divmod(len(plain), 2 * chunks)
+    found = Counter(plain)
+    if rest or any(found[c] != microbatches or found[-c] != microbatches for c in range(1, chunks + 1)):
+        _refuse(plain, f"{len(plain)} forwards and backwards of {chunks} chunks")
     if samples != modules * microbatches:
         raise ArgumentError(
             OPERATION,
@@ -53,7 +56,8 @@ def of_pipeline(order: Any, layers_of: Any, modules: int, samples: int) -> Sched
     steps: list[tuple[str, int]] = []
     done: Counter[tuple[str, int]] = Counter()
     for entry in order:
-        chunk, what = _meaning(entry)
+        what = WEIGHTS if entry != math.floor(entry) else FORWARD if entry > 0 else BACKWARD
+        chunk = abs(math.ceil(entry) if what == WEIGHTS else int(entry)) - 1
         microbatch = done[what, chunk]
         done[what, chunk] += 1
         before = {BACKWARD: FORWARD, WEIGHTS: BACKWARD}.get(what)
@@ -75,13 +79,6 @@ def _refuse(order: Any, what: str) -> None:
     )
 
 
-def _meaning(entry: Any) -> tuple[int, str]:
-    """(chunk from 0, what is done)."""
-    if entry != math.floor(entry):
-        return abs(math.ceil(entry)) - 1, WEIGHTS
-    return int(abs(entry)) - 1, FORWARD if entry > 0 else BACKWARD
-
-
 def _split(order: Any) -> tuple[list[int], list[float]]:
     """The whole entries, and the fractional ones."""
     known = isinstance(order, Sequence) and not isinstance(order, str) and len(order) > 0
@@ -94,14 +91,6 @@ def _split(order: Any) -> tuple[list[int], list[float]]:
     if not plain or max(plain) < 1 or max(map(abs, plain)) > max(plain):
         _refuse(order, "a backward without a forward")
     return plain, apart
-
-
-def _microbatches(plain: list[int], chunks: int) -> int:
-    count, rest = divmod(len(plain), 2 * chunks)
-    found = Counter(plain)
-    if rest or any(found[c] != count or found[-c] != count for c in range(1, chunks + 1)):
-        _refuse(plain, f"{len(plain)} forwards and backwards of {chunks} chunks")
-    return count
 
 
 def _layers(given: Any, chunks: int, modules: int) -> list[int]:

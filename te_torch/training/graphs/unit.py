@@ -130,7 +130,17 @@ class Unit:
             self.call_hooks("backward_pre_hooks")
             grads = self.backward()
             self._check_inputs(grads)
-            self._sort_out(grads[self._inputs_with_grad() :])
+            # In the first run those without a gradient are forgotten.
+            of_parameters = zip(self.parameters, grads[self._inputs_with_grad() :], strict=True)
+            used = [p for p, grad in of_parameters if grad is not None]
+            if self.warmed and len(used) != len(self.parameters):
+                raise UnsupportedError(
+                    OPERATION,
+                    f"parameters of {type(self.module).__name__} that got a gradient at first and then none",
+                    "the same parameters in every step",
+                    "capture what always runs, and call the rest outside",
+                )
+            self.parameters = used
             self.call_hooks("backward_hooks")
         self.live = []
         self.warmed += 1
@@ -143,18 +153,6 @@ class Unit:
                 "inputs that the outputs depend on",
                 "clear requires_grad of the others, or pass allow_unused_input=True",
             )
-
-    def _sort_out(self, grads: list[torch.Tensor | None]) -> None:
-        """Forget the parameters without a gradient, in the first run."""
-        used = [p for p, grad in zip(self.parameters, grads, strict=True) if grad is not None]
-        if self.warmed and len(used) != len(self.parameters):
-            raise UnsupportedError(
-                OPERATION,
-                f"parameters of {type(self.module).__name__} that got a gradient at first and then none",
-                "the same parameters in every step",
-                "capture what always runs, and call the rest outside",
-            )
-        self.parameters = used
 
     def call_hooks(self, kind: str) -> None:
         """The caller's hooks of this kind."""
