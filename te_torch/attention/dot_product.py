@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -13,7 +14,7 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
-from te_torch.attention import choose, env, fused, traced
+from te_torch.attention import choose, env, flash, fused, traced, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import fronts, in_front, returned, sums_of
 from te_torch.attention.inference import cut_off
@@ -46,16 +47,17 @@ from te_torch.attention.plan import (
     schedule_in_words,
     wrong,
 )
-from te_torch.attention.running import ready
-from te_torch.attention.score_mod import functions
+from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Now, active, precision_now
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values, window_of
 from te_torch.base.parallel import check_group, size_of
 from te_torch.base.plans import Prepared
 from te_torch.doors import either
+from te_torch.draws import Repeated
 from te_torch.export.handed import Handed
-from te_torch.forks import fork_of
+from te_torch.forks import Fork, fork_of
+from te_torch.function import register
 from te_torch.noting import noting
 from te_torch.parallel.context.groups import context_groups
 from te_torch.parallel.groups import check_reduction
@@ -511,6 +513,43 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     of_forward = signature(DotProductAttention.forward).parameters
     constructor = {name: options.pop(name) for name in tuple(options) if name not in of_forward}
     return DotProductAttention(**{"name": "explain", **sizes, **constructor}).explain(q, k, v, **options)
+
+
+# ------------------------------------------------------------------------- what computes a plan
+
+Run = Callable[..., fused.Results]
+RUN: dict[str, Run] = {choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run)}
+
+
+def ready(plan: Plan, fork: Fork | None, comm: Any = None) -> Plan:
+    """The plan with what runs it; `fork`: of the tracker that its module draws from, `comm`: over which ranks."""
+    plan.call = register(fused.ATTENTION, plan.layer, any(plan.layer.needs), comm=comm)
+    run: Run = RUN[plan.backend]
+    if plan.key.score_mod == "graph":
+        plan.run = run_graph
+        return plan
+    if plan.backend == choose.FUSED:  # its own layer computes again if asked for
+        plan.run = flash.run_backward_only if comm is None and flash.takes_backward(plan) else run
+        return plan
+    if plan.key.checkpoint:
+        run = partial(_checkpointed, run)
+    plan.run = partial(_forked, fork, run) if plan.draws and fork is not None else run
+    return plan
+
+
+def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs, **options: Any) -> fused.Results:
+    """Run a backend so that backward computes it again: nothing but its inputs is kept."""
+    from torch.utils.checkpoint import checkpoint
+
+    again = Repeated(run) if plan.draws or options else run  # a user's function may draw
+    found: fused.Results = checkpoint(again, plan, inputs, use_reentrant=False, preserve_rng_state=False, **options)
+    return found
+
+
+def _forked(fork: Fork, run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
+    """Run a backend that draws from torch's generator, with the tracker's state in it."""
+    with fork():
+        return run(plan, inputs)
 
 
 def _is_plain(given: Given) -> bool:

@@ -29,7 +29,7 @@ from te_torch.base.parallel import compare_options
 from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.base.unit import Unit
 from te_torch.draws import random_pair
-from te_torch.forks import fork_of
+from te_torch.forks import Fork, fork_of, uniform, uniform_in
 from te_torch.module_names import next_name, shown, warn_ignored
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
@@ -37,7 +37,6 @@ from te_torch.noting import noting
 from te_torch.parallel.overlap import Flags, flags_of
 from te_torch.runtime import amp_cast
 from te_torch.surroundings import dispatch_modes
-from te_torch.transformer.drop_path import DropPath
 from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes, shared
 
 LAYER_TYPES = ("encoder", "decoder")
@@ -52,6 +51,31 @@ _OWN = {"self", "name", "window_size", "bottom_right_diagonal", "seq_length", "m
 
 #: Which of forward's arguments behind the first are tensors, or two; and which of them are lengths.
 _TENSORS, _LENGTHS = (0, 4, 5, 12, 14, 15, 16, 17, 18, 19), (16, 17, 18, 19)
+
+
+class DropPath(torch.nn.Module):
+    """Zeroes whole samples (of the first dimension) with probability drop_prob in training, and scales up the rest."""
+
+    def __init__(self, drop_prob: float = 0.0, fork: Fork | None = None) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+        self._fork = fork  # of an RNG tracker; None: torch's own generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x, each sample either 0 or x / (1 - drop_prob)."""
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        keep = 1.0 - self.drop_prob
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        subject = shape, x.device
+        numbers = uniform(subject) if self._fork is None else uniform_in(self._fork, *subject)
+        kept = numbers < keep
+        scaled = x / keep if keep else x  # a division by zero would leave its NaN in the gradient
+        return torch.where(kept, scaled, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        return f"drop_prob={self.drop_prob}"
 
 
 class TransformerLayer(Unit):
@@ -452,10 +476,6 @@ def _check_masks(operation: str, **masks: Any) -> None:
 
 def _check_options(given: dict[str, Any]) -> None:
     """The options fit one another."""
-
-    def refuse(got: str, allowed: str, do: str) -> None:
-        raise ArgumentError("TransformerLayer", got, allowed, do)
-
     if given["layer_type"] not in LAYER_TYPES:
         raise choice_error("TransformerLayer", "layer_type", given["layer_type"], LAYER_TYPES)
     heads = ("hidden_size", "num_attention_heads", "num_gqa_groups", "kv_channels")
@@ -464,7 +484,8 @@ def _check_options(given: dict[str, Any]) -> None:
     others |= {name: given[name] for name in (_LATE, "output_layernorm")}
     for option, on in others.items():
         if on and given["parallel_attention_mlp"]:
-            refuse(
+            raise ArgumentError(
+                "TransformerLayer",
                 f"parallel_attention_mlp with {option}",
                 "parallel_attention_mlp in a plain encoder layer",
                 "leave one of the two out",

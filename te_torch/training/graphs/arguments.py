@@ -119,32 +119,28 @@ def check_modules(modules: Any) -> tuple[torch.nn.Module, ...]:
             "one mode for all",
             "call train() or eval() on all",
         )
-    for module in found:
-        _check_module(module)
-    return found
-
-
-def _check_module(module: torch.nn.Module) -> None:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, kind, None) for kind in kinds):
-        raise UnsupportedError(
-            OPERATION,
-            f"a {type(module).__name__} with hooks, which a replay would not call",
-            "modules without hooks; they may get some afterwards",
-            "remove them, or pass them as capture_time_hooks",
-        )
-    for name, buffer in module.named_buffers():
-        if buffer.requires_grad:
+    for module in found:
+        if any(getattr(module, kind, None) for kind in kinds):
             raise UnsupportedError(
-                OPERATION, f"the buffer {name}, which requires grad", "parameters that do", "make it a parameter"
+                OPERATION,
+                f"a {type(module).__name__} with hooks, which a replay would not call",
+                "modules without hooks; they may get some afterwards",
+                "remove them, or pass them as capture_time_hooks",
             )
-    if any(hasattr(part.__dict__.get("forward"), "graphed") for part in module.modules()):
-        raise UnsupportedError(
-            OPERATION,
-            f"a {type(module).__name__} that is graphed already, or holds one",
-            "modules as they are",
-            "call its reset() first",
-        )
+        for name, buffer in module.named_buffers():
+            if buffer.requires_grad:
+                raise UnsupportedError(
+                    OPERATION, f"the buffer {name}, which requires grad", "parameters that do", "make it a parameter"
+                )
+        if any(hasattr(part.__dict__.get("forward"), "graphed") for part in module.modules()):
+            raise UnsupportedError(
+                OPERATION,
+                f"a {type(module).__name__} that is graphed already, or holds one",
+                "modules as they are",
+                "call its reset() first",
+            )
+    return found
 
 
 def samples(given: Any, kwargs: Any, several: bool) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

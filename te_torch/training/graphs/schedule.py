@@ -51,7 +51,15 @@ def of_pipeline(order: Any, layers_of: Any, modules: int, samples: int) -> Sched
             "pass as many, or correct _order",
         )
     if apart:
-        _check_apart(apart, chunks, layers, microbatches)
+        late = Counter(abs(math.ceil(e)) for e in apart)
+        wrong = [c for c in late if c > chunks or late[c] != microbatches]
+        if wrong or max(layers) > 1:
+            raise UnsupportedError(
+                OPERATION,
+                f"_order with delayed weight gradients {sorted(apart)} of chunks of {layers} layers",
+                f"chunks of one layer, and {microbatches} such entries for a chunk that has any",
+                "correct _order, or leave these entries out: each backward is then followed by its weight gradients",
+            )
     firsts = [sum(layers[:c]) for c in range(chunks)]
     steps: list[tuple[str, int]] = []
     done: Counter[tuple[str, int]] = Counter()
@@ -108,15 +116,3 @@ def _layers(given: Any, chunks: int, modules: int) -> list[int]:
             "correct it, or leave it out where chunks are equal",
         )
     return layers
-
-
-def _check_apart(apart: list[float], chunks: int, layers: list[int], microbatches: int) -> None:
-    found = Counter(abs(math.ceil(e)) for e in apart)
-    wrong = [c for c in found if c > chunks or found[c] != microbatches]
-    if wrong or max(layers) > 1:
-        raise UnsupportedError(
-            OPERATION,
-            f"_order with delayed weight gradients {sorted(apart)} of chunks of {layers} layers",
-            f"chunks of one layer, and {microbatches} such entries for a chunk that has any",
-            "correct _order, or leave these entries out: each backward is then followed by its weight gradients",
-        )
