@@ -34,25 +34,20 @@ def attention(module: Any, key: Key, given: Given) -> Any:
     if plan.spec.dropout:
         raise dropout_refused()
     low = rounding(module, plan, given.a) if key.fp8 else None
-    masks = _padding(plan, given.attention_mask)
-    prepare = plan.prepare if masks is None else plan.prepare._replace(lengths="")
+    masks, prepare = None, plan.prepare
+    if prepare.lengths in ("mask", "masks"):  # the padding of queries and of keys [b, s]
+        mask = given.attention_mask
+        both = mask if isinstance(mask, (tuple, list)) else (mask, mask)
+        for one in both:
+            check_padding_mask(one)
+        q, kv = (one.flatten(1) for one in both)
+        masks, prepare = (q, kv), prepare._replace(lengths="")
     inputs = layer_inputs(module, given, prepare, slopes_of=new_slopes)
     with outside_autocast(given.a):
         out, largest = _attend(plan, inputs, masks, low)
         if low is not None:
             out = low.output(out, given.fp8_output)
     return out if largest is None else (out, largest)
-
-
-def _padding(plan: Plan, mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The padding of queries and of keys [b, s], if a mask says it."""
-    if plan.prepare.lengths not in ("mask", "masks"):
-        return None
-    both = mask if isinstance(mask, (tuple, list)) else (mask, mask)
-    for one in both:
-        check_padding_mask(one)
-    q, kv = (one.flatten(1) for one in both)
-    return q, kv
 
 
 def _attend(

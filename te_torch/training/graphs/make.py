@@ -141,7 +141,20 @@ def make_graphed_callables(
         _reuse_graph_input_output_buffers,
         found[0].training,
     )
-    _check_reuse(options, _order)
+    if options.reuse and _order is None:
+        raise ArgumentError(
+            OPERATION,
+            "_reuse_graph_input_output_buffers without _order",
+            "both, or none",
+            "pass the schedule as _order",
+        )
+    if options.reuse and not options.training:
+        raise UnsupportedError(
+            OPERATION,
+            "_reuse_graph_input_output_buffers with modules in eval mode",
+            "modules that train: a backward says when buffers are free",
+            "leave it out",
+        )
     if not isinstance(num_warmup_iters, int) or isinstance(num_warmup_iters, bool) or num_warmup_iters < 0:
         got = f"num_warmup_iters={num_warmup_iters!r}"
         raise ArgumentError(OPERATION, got, "a whole number from 0", "leave it out for 3")
@@ -179,23 +192,6 @@ def _planned(modules: Sequence[torch.nn.Module], count: int, order: Any, layers:
             "pass _order, with sample_args for each microbatch",
         )
     return schedule.in_turn(count)
-
-
-def _check_reuse(options: Options, order: Any) -> None:
-    if options.reuse and order is None:
-        raise ArgumentError(
-            OPERATION,
-            "_reuse_graph_input_output_buffers without _order",
-            "both, or none",
-            "pass the schedule as _order",
-        )
-    if options.reuse and not options.training:
-        raise UnsupportedError(
-            OPERATION,
-            "_reuse_graph_input_output_buffers with modules in eval mode",
-            "modules that train: a backward says when buffers are free",
-            "leave it out",
-        )
 
 
 def _static(samples: list[Any], plan: Schedule, reuse: bool) -> list[Any]:

@@ -19,7 +19,7 @@ from te_torch.training.graphs import device as seam
 from te_torch.training.graphs.arguments import How, Options
 from te_torch.training.graphs.device import OPERATION
 from te_torch.training.graphs.record import Record, captured_in, ran_since, versions
-from te_torch.training.graphs.traces import main_grad, told
+from te_torch.training.graphs.traces import main_grads, told
 from te_torch.training.graphs.weights import Weights
 
 Hooks = dict[str, list[Callable[[Any], Any]]]
@@ -203,10 +203,8 @@ class Unit:
         """Forward and backward are done: keep what replays mark, drop what autograd held."""
         self.live = []
         self.record.take(self.tokens, self.ran)
-        fused = [m for m in self.module.modules() if isinstance(m, BaseModule) and m.fuse_wgrad_accumulation]
-        for weight in [getattr(m, name) for m in fused for name in m._weight_names()]:
-            main = main_grad(weight)
-            if main is not None and weight.requires_grad and not getattr(weight, "overwrite_main_grad", False):
+        for weight, main in main_grads(self.module.modules()):
+            if weight.requires_grad and not getattr(weight, "overwrite_main_grad", False):
                 self.mains.append(main)
 
     def capture_weight_gradients(self, generators: Iterable[torch.Generator], pool: Any) -> None:
