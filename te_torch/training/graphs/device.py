@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 
 OPERATION = "make_graphed_callables"
+wrong = partial(ArgumentError, OPERATION)
+unsupported = partial(UnsupportedError, OPERATION)
 
 
 class Graph:
@@ -48,8 +51,7 @@ class Cuda:
         """Raise for what cannot be captured."""
         for t in tensors:
             if t.device.type != "cuda" or t.get_device() != torch.cuda.current_device():
-                raise UnsupportedError(
-                    OPERATION,
+                raise unsupported(
                     f"a tensor on {t.device}",
                     "parameters and sample_args on the current CUDA device",
                     "move them there, or call torch.cuda.set_device",

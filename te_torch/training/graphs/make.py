@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Recipe
 from te_torch.base.module import BaseModule
 from te_torch.training.graphs import arguments, schedule
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs.arguments import Options
-from te_torch.training.graphs.device import OPERATION
+from te_torch.training.graphs.device import unsupported, wrong
 from te_torch.training.graphs.replay import Graphed, as_function, put_into
 from te_torch.training.graphs.schedule import BACKWARD, FORWARD, Schedule
 from te_torch.training.graphs.traces import Traces
@@ -142,22 +142,16 @@ def make_graphed_callables(
         found[0].training,
     )
     if options.reuse and _order is None:
-        raise ArgumentError(
-            OPERATION,
-            "_reuse_graph_input_output_buffers without _order",
-            "both, or none",
-            "pass the schedule as _order",
-        )
+        raise wrong("_reuse_graph_input_output_buffers without _order", "both, or none", "pass the schedule as _order")
     if options.reuse and not options.training:
-        raise UnsupportedError(
-            OPERATION,
+        raise unsupported(
             "_reuse_graph_input_output_buffers with modules in eval mode",
             "modules that train: a backward says when buffers are free",
             "leave it out",
         )
     if not isinstance(num_warmup_iters, int) or isinstance(num_warmup_iters, bool) or num_warmup_iters < 0:
         got = f"num_warmup_iters={num_warmup_iters!r}"
-        raise ArgumentError(OPERATION, got, "a whole number from 0", "leave it out for 3")
+        raise wrong(got, "a whole number from 0", "leave it out for 3")
     regions, hooks = arguments.hows(given, len(found)), arguments.check_hooks(capture_time_hooks, len(found))
     tensors = _static(samples, plan, options.reuse)
     seam.device.require([*(p for m in found for p in m.parameters()), *tree_leaves(tensors)])
@@ -179,14 +173,11 @@ def _planned(modules: Sequence[torch.nn.Module], count: int, order: Any, layers:
     if order is not None:
         return schedule.of_pipeline(order, layers, len(modules), count)
     if layers is not None:
-        raise ArgumentError(OPERATION, "_num_layers_per_chunk without _order", "both, or none", "pass _order")
+        raise wrong("_num_layers_per_chunk without _order", "both, or none", "pass _order")
     if count != len(modules):
-        raise ArgumentError(
-            OPERATION, f"{count} sample_args for {len(modules)} modules", "a tuple for each module", "pass as many"
-        )
+        raise wrong(f"{count} sample_args for {len(modules)} modules", "a tuple for each module", "pass as many")
     if len(set(modules)) < len(modules):
-        raise ArgumentError(
-            OPERATION,
+        raise wrong(
             "a module that comes twice",
             "each module once, as its forward is replaced; or _order, which gives functions",
             "pass _order, with sample_args for each microbatch",

@@ -13,11 +13,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.base.replicated import check_reduced
 from te_torch.base.weights import add_gradient
 from te_torch.training.graphs import device as seam
-from te_torch.training.graphs.record import OPERATION
+from te_torch.training.graphs.record import OPERATION, unsupported, wrong
 from te_torch.training.graphs.unit import Unit
 
 
@@ -56,8 +55,7 @@ class Graphed:
             return self.eager(*args, **{name: value for name, value in kwargs.items() if name not in own})
         first = unit.options.cached and kwargs.pop("is_first_microbatch", None)
         if not isinstance(first, bool):
-            raise ArgumentError(
-                OPERATION,
+            raise wrong(
                 f"is_first_microbatch={first!r}" if first is not None else "no is_first_microbatch",
                 "True or False in every call: it was captured with cache_quantized_params=True",
                 "pass is_first_microbatch=True in the first microbatch of a step, else False",
@@ -94,23 +92,20 @@ class Graphed:
                     f"{OPERATION}: got {type(t).__name__} as argument {i}. Allowed: a tensor. To do: pass one."
                 )
             if (t.shape, t.dtype, t.device) != seen:
-                raise ArgumentError(
-                    OPERATION,
+                raise wrong(
                     f"argument {i} {list(t.shape)} of {t.dtype} on {t.device}",
                     f"what was captured: {list(seen[0])} of {seen[1]} on {seen[2]}",
                     "capture another callable for these sizes, or pad the argument",
                 )
             if grad and t.requires_grad and not needs:
-                raise ArgumentError(
-                    OPERATION,
+                raise wrong(
                     f"argument {i}, which requires grad",
                     "an argument that does not: its sample did not, and its gradient was not captured",
                     "capture with a sample that requires grad, or detach the argument",
                 )
         for name, p in self._frozen if grad else ():
             if p.requires_grad:
-                raise ArgumentError(
-                    OPERATION,
+                raise wrong(
                     f"parameter {name}, which requires grad",
                     "a parameter that does not: it did not at the capture, and its gradient was not captured",
                     "call reset() and make_graphed_callables again, or clear its requires_grad",
@@ -140,8 +135,7 @@ class Graphed:
         unit = self.unit
         if run != self.runs or not self.waits or not self.unit.graphs:
             gone = "whose graphs were let go of by reset()" if not self.unit.graphs else "of an earlier call"
-            raise UnsupportedError(
-                OPERATION,
+            raise unsupported(
                 f"a backward {gone if run != self.runs or not self.unit.graphs else 'that has run already'}",
                 "one backward, of the last call: what it reads lies in memory that the next call overwrites",
                 "run each backward before the next call, or capture a callable for each microbatch (_order); "

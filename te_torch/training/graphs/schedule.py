@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.training.graphs.device import OPERATION
+from te_torch.training.graphs.device import unsupported, wrong
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weight gradients"
 
@@ -44,18 +43,16 @@ def of_pipeline(order: Any, layers_of: Any, modules: int, samples: int) -> Sched
     if rest or any(found[c] != microbatches or found[-c] != microbatches for c in range(1, chunks + 1)):
         _refuse(plain, f"{len(plain)} forwards and backwards of {chunks} chunks")
     if samples != modules * microbatches:
-        raise ArgumentError(
-            OPERATION,
+        raise wrong(
             f"{samples} sample_args for {modules} layers and {microbatches} microbatches",
             f"{modules * microbatches}: one for each layer of each microbatch, chunk by chunk",
             "pass as many, or correct _order",
         )
     if apart:
         late = Counter(abs(math.ceil(e)) for e in apart)
-        wrong = [c for c in late if c > chunks or late[c] != microbatches]
-        if wrong or max(layers) > 1:
-            raise UnsupportedError(
-                OPERATION,
+        odd = [c for c in late if c > chunks or late[c] != microbatches]
+        if odd or max(layers) > 1:
+            raise unsupported(
                 f"_order with delayed weight gradients {sorted(apart)} of chunks of {layers} layers",
                 f"chunks of one layer, and {microbatches} such entries for a chunk that has any",
                 "correct _order, or leave these entries out: each backward is then followed by its weight gradients",
@@ -79,8 +76,7 @@ def of_pipeline(order: Any, layers_of: Any, modules: int, samples: int) -> Sched
 
 
 def _refuse(order: Any, what: str) -> None:
-    raise ArgumentError(
-        OPERATION,
+    raise wrong(
         f"_order={order!r}: {what}",
         "for each chunk (from 1) as many forwards c as backwards -c, each behind its forward, and as many for all",
         "correct _order",
@@ -109,8 +105,7 @@ def _layers(given: Any, chunks: int, modules: int) -> list[int]:
     else:
         layers = [given] * chunks if isinstance(given, int) else list(given)
     if len(layers) != chunks or sum(layers) != modules or min(layers, default=0) < 1:
-        raise ArgumentError(
-            OPERATION,
+        raise wrong(
             f"_num_layers_per_chunk={given!r} with {modules} modules in {chunks} chunks",
             "a number, or one for each chunk, that add up to the modules",
             "correct it, or leave it out where chunks are equal",

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from te_core.errors import UnsupportedError
 from te_torch import state as scaling
 from te_torch.base.module import BaseModule
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs.arguments import How, Options
-from te_torch.training.graphs.device import OPERATION
+from te_torch.training.graphs.device import unsupported
 from te_torch.training.graphs.record import Record, captured_in, ran_since, versions
 from te_torch.training.graphs.traces import main_grads, told
 from te_torch.training.graphs.weights import Weights
@@ -134,8 +133,7 @@ class Unit:
             of_parameters = zip(self.parameters, grads[self._inputs_with_grad() :], strict=True)
             used = [p for p, grad in of_parameters if grad is not None]
             if self.warmed and len(used) != len(self.parameters):
-                raise UnsupportedError(
-                    OPERATION,
+                raise unsupported(
                     f"parameters of {type(self.module).__name__} that got a gradient at first and then none",
                     "the same parameters in every step",
                     "capture what always runs, and call the rest outside",
@@ -147,8 +145,7 @@ class Unit:
 
     def _check_inputs(self, grads: list[torch.Tensor | None]) -> None:
         if any(g is None for g in grads[: self._inputs_with_grad()]) and not self.options.allow_unused:
-            raise UnsupportedError(
-                OPERATION,
+            raise unsupported(
                 f"sample_args of {type(self.module).__name__} that require grad and get none",
                 "inputs that the outputs depend on",
                 "clear requires_grad of the others, or pass allow_unused_input=True",
@@ -158,9 +155,7 @@ class Unit:
         """The caller's hooks of this kind."""
         for hook in self.hooks.get(kind, ()):
             if hook(self.module) is not None:
-                raise UnsupportedError(
-                    OPERATION, f"a result of one of the {kind}", "hooks that return None", "change tensors in place"
-                )
+                raise unsupported(f"a result of one of the {kind}", "hooks that return None", "change tensors in place")
 
     # ------------------------------------------------------------------------------------------- capture
 
