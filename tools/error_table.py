@@ -91,12 +91,12 @@ def causes() -> dict[str, dict[tuple[str, str], str]]:
     found: dict[str, dict[tuple[str, str], str]] = {name: {} for name in classes()}
     for module, tree in trees().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                for call in [one for one in node.decorator_list if isinstance(one, ast.Call)]:
-                    by = ast.unparse(call.func)
-                    if by in ("operation", "rules"):
-                        place = node.name if by == "operation" else f"in `{module}`"
-                        found["ArgumentError"] |= dict.fromkeys(declared(call), place)
+            marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+            for call in [one for one in marks if isinstance(one, ast.Call)]:
+                by = ast.unparse(call.func)
+                if by in ("operation", "rules"):
+                    place = getattr(node, "name", "") if by == "operation" else f"in `{module}`"
+                    found["ArgumentError"] |= dict.fromkeys(declared(call), place)
             name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
             kind, *first = shortened().get((module, name), [ast.Name(name)])
             if isinstance(node, ast.Call) and (name := getattr(kind, "id", "")) in found:

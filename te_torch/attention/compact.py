@@ -54,8 +54,8 @@ def _order_of(mask: torch.Tensor, form: str, like: torch.Tensor, traced: bool) -
     if mask.is_meta or (not traced and _may_look(mask) and _is_in_front(mask)):
         return None
     if not traced and _is_in_memory(mask):  # in one launch: each layer reads its mask in each call
-        made = ops.padding_order(runtime_for(mask), to_core(mask.contiguous()), form=form)
-        return Order(*map(to_torch, made), mask.shape[-1], form)
+        there, again, cu = map(to_torch, ops.padding_order(runtime_for(mask), to_core(mask.contiguous()), form=form))
+        return Order(there, again, cu, mask.shape[-1], form)
     hidden = mask.flatten(1)
     places = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape)
     tokens = (~hidden).cumsum(1)  # up to this place

@@ -173,8 +173,9 @@ class CudaRNGStatesTracker:
         try:
             generator.set_state(numbers)
         except (TypeError, RuntimeError) as error:
-            plain = isinstance(state, torch.Tensor)
-            shown = f"{state.dtype} {tuple(state.shape)}" if plain else repr(state)[:100]
+            shown = repr(state)[:100]
+            if isinstance(state, torch.Tensor):
+                shown = f"{state.dtype} {tuple(state.shape)}"
             raise ArgumentError(
                 operation,
                 f"the stream {name!r} as {shown} ({str(error).splitlines()[0]})",
