@@ -258,34 +258,14 @@ class DotProductAttention(BaseModule):
             raise wrong("no queries", "query_layer or qkv_layer", "pass one of them")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         stepped = None if inference_params is None else step(inference_params, mask_type, self, b, c, form)
-        given = Given(
-            a,
-            b,
-            c,
-            packing,
-            interleaved,
-            form,
-            attention_mask,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
-            max_seqlen_q,
-            max_seqlen_kv,
-            mask_type,
-            None if window_size is None else window_of(f"{OPERATION}.forward", window_size),
-            bottom_right_diagonal,
-            checkpoint_core_attention,
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            pad_between_seqs,
-            fp8_output,
-            bf16_backward,
-            num_splits,
-            functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, torch_score_mod),
-            inference_params is not None,
-        )
+        tensors = a, b, c, packing, interleaved, form, attention_mask
+        lengths = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        window = None if window_size is None else window_of(f"{OPERATION}.forward", window_size)
+        masking = mask_type, window, bottom_right_diagonal, checkpoint_core_attention
+        bias = core_attention_bias_type, core_attention_bias, alibi_slopes, pad_between_seqs
+        mods = functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, torch_score_mod)
+        output = fp8_output, bf16_backward, num_splits, mods
+        given = Given(*tensors, *lengths, *masking, *bias, *output, inference_params is not None)
         if stepped is None:
             return self._attend(given)
         cached = from_cache(given, inference_params, stepped)

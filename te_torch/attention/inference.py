@@ -238,7 +238,14 @@ class InferenceParams(NamedOptions):
         self.input_qkv_format, self.output_qkv_format = form, _output_format(form)
         if self.is_older_form:
             return self._step_at_offset(layer_number, new_k, new_v, form)
-        rows = self._rows(new_k, form)
+        batch, token, _ = DIMENSIONS[form]
+        rows, tokens = self.max_batch_size if batch is None else new_k.shape[batch], new_k.shape[token]
+        counts = self._new_tokens
+        least = sum(counts) if batch is None else max(counts, default=0)
+        if not self.batch_size <= rows <= self.max_batch_size or tokens < least or not counts:
+            allowed = f"{self.batch_size} to {self.max_batch_size} rows and at least {least} tokens"
+            do = "call pre_step with the sequences of this step before the model"
+            raise _refused("step", f"k {tuple(new_k.shape)} in {form}", f"{allowed}, as pre_step announced", do)
         cu = self._cu.get(rows)
         if cu is None:
             with torch.inference_mode(False):
@@ -258,18 +265,6 @@ class InferenceParams(NamedOptions):
             raise _refused("step", got, "one layer for each layer_number: each has its own cache", do)
         self._owners[number] = module._token
         return self.step(number, new_k, new_v, form)
-
-    def _rows(self, new_k: torch.Tensor, form: str) -> int:
-        """The rows of the batch, once it is clear that the new tokens fit what pre_step announced."""
-        batch, token, _ = DIMENSIONS[form]
-        rows, tokens = self.max_batch_size if batch is None else new_k.shape[batch], new_k.shape[token]
-        counts = self._new_tokens
-        least = sum(counts) if batch is None else max(counts, default=0)
-        if not self.batch_size <= rows <= self.max_batch_size or tokens < least or not counts:
-            allowed = f"{self.batch_size} to {self.max_batch_size} rows and at least {least} tokens"
-            do = "call pre_step with the sequences of this step before the model"
-            raise _refused("step", f"k {tuple(new_k.shape)} in {form}", f"{allowed}, as pre_step announced", do)
-        return rows
 
     def _step_at_offset(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, form: str) -> Stepped:
         """The older form: all rows from `batch_size_offset` get their tokens at `sequence_len_offset`."""

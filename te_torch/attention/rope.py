@@ -264,18 +264,14 @@ def _angles(
     if starts is None:
         angles = _rows_of_rank(freqs, length, *cp)
     else:
-        _check_starts(starts, t.shape[batch], length * cp[0], freqs.shape[0])
+        if starts.shape[0] < t.shape[batch]:
+            got = f"{starts.shape[0]} start_positions for {t.shape[batch]} sequences"
+            raise _wrong(got, "int32, one for each sequence", "correct start_positions")
+        last = int(starts.max()) + length * cp[0]
+        if last > freqs.shape[0]:
+            raise AssertionError(f"apply_rotary_pos_emb: positions up to {last}, freqs has {freqs.shape[0]}")
         angles = torch.cat([_rows_of_rank(freqs[int(p) :], length, *cp) for p in starts[: t.shape[batch]]], dim=1)
     return angles if token == 0 else angles.transpose(0, 1)
-
-
-def _check_starts(start_positions: torch.Tensor, batch: int, length: int, positions: int) -> None:
-    if start_positions.shape[0] < batch:
-        got = f"{start_positions.shape[0]} start_positions for {batch} sequences"
-        raise _wrong(got, "int32, one for each sequence", "correct start_positions")
-    last = int(start_positions.max()) + length
-    if last > positions:
-        raise AssertionError(f"apply_rotary_pos_emb: positions up to {last}, freqs has {positions}")
 
 
 def _check_shapes(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:

@@ -297,32 +297,13 @@ class TransformerLayer(Unit):
             window_size = window_of(operation, window_size)
         if enc_dec_window_size is not None:
             enc_dec_window_size = window_of(operation, enc_dec_window_size, "enc_dec_window_size")
-        given: tuple[Any, ...] = (
-            attention_mask,
-            self_attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            encoder_output,
-            enc_dec_attn_mask,
-            enc_dec_attn_mask_type,
-            enc_dec_window_size,
-            enc_dec_bottom_right_diagonal,
-            is_first_microbatch,
-            checkpoint_core_attention,
-            inference_params,
-            rotary_pos_emb,
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
-            max_seqlen_q,
-            max_seqlen_kv,
-            fast_zero_fill,
-            pad_between_seqs,
-        )
+        own = attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal
+        cross = encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type
+        band = enc_dec_window_size, enc_dec_bottom_right_diagonal
+        how = is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb
+        bias = core_attention_bias_type, core_attention_bias, alibi_slopes
+        lengths = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        given: tuple[Any, ...] = (*own, *cross, *band, *how, *bias, *lengths, fast_zero_fill, pad_between_seqs)
         if not self.one_node or offloading.active.context is not None or inference_params is not None:
             return self._run_parts(hidden_states, given)
         inputs, options = (hidden_states,), given
@@ -419,25 +400,11 @@ class TransformerLayer(Unit):
             own = g.enc_dec_attn_mask, g.encoder_output, mask_type, *windows
             keys = g.cu_seqlens_kv, g.cu_seqlens_kv_padded, g.max_seqlen_kv
         cu_kv, cu_kv_padded, max_kv = keys
-        return part(  # by place: keyword arguments, which a module's call packs anew twice, would cost 5 us
-            read,
-            *own,
-            g.is_first_microbatch,
-            g.checkpoint_core_attention,
-            g.inference_params,
-            g.rotary_pos_emb,
-            g.core_attention_bias_type,
-            g.core_attention_bias,
-            g.alibi_slopes,
-            g.cu_seqlens_q,
-            cu_kv,
-            g.cu_seqlens_q_padded,
-            cu_kv_padded,
-            g.max_seqlen_q,
-            max_kv,
-            g.fast_zero_fill,
-            g.pad_between_seqs,
-        )
+        how = g.is_first_microbatch, g.checkpoint_core_attention, g.inference_params, g.rotary_pos_emb
+        bias = g.core_attention_bias_type, g.core_attention_bias, g.alibi_slopes
+        lengths = g.cu_seqlens_q, cu_kv, g.cu_seqlens_q_padded, cu_kv_padded, g.max_seqlen_q, max_kv
+        # By place: keyword arguments, which a module's call packs anew twice, would cost 5 us.
+        return part(read, *own, *how, *bias, *lengths, g.fast_zero_fill, g.pad_between_seqs)
 
     def _added(self, returned: Any, drop_path: DropPath | None) -> Branch:
         """residual + drop_path(dropout(output + bias)) of what a part returned: output, bias[, norm output], stream.
