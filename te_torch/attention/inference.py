@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class InferenceParams(NamedOptions):
         self.batch_size_offset = 0
         self._check(sizes, qkv_format, custom_cache_manager is not None)
         self.input_qkv_format, self.cache_qkv_format = qkv_format, CACHE_FORMAT
-        self.output_qkv_format = _output_format(qkv_format)
+        self.output_qkv_format = f"{qkv_format}_2{CACHE_FORMAT}"
         self.sequences: Sequences = OrderedDict()
         self.batch_size = 0
         self.max_seqlen_q = max_ctx_len or 0  # thd: no sequence of this step has more new tokens
@@ -235,7 +236,7 @@ class InferenceParams(NamedOptions):
         if new_k.device != self.device:
             allowed = f"{self.device}, where the cache is"
             raise _refused("step", f"k on {new_k.device}", allowed, "pass device= to InferenceParams")
-        self.input_qkv_format, self.output_qkv_format = form, _output_format(form)
+        self.input_qkv_format, self.output_qkv_format = form, f"{form}_2{CACHE_FORMAT}"
         if self.is_older_form:
             return self._step_at_offset(layer_number, new_k, new_v, form)
         batch, token, _ = DIMENSIONS[form]
@@ -337,14 +338,8 @@ def _cut(found: Any, *made_of: torch.Tensor | None) -> Any:
 
 def _running_sums(lengths: Iterable[int], size: int) -> list[int]:
     """0 and the running sums, the last one repeated up to `size`."""
-    sums = [0]
-    for n in lengths:
-        sums.append(sums[-1] + n)
+    sums = [0, *accumulate(lengths)]
     return sums + [sums[-1]] * (size - len(sums))
-
-
-def _output_format(form: str) -> str:
-    return f"{form}_2{CACHE_FORMAT}"
 
 
 def _refused(method: str, *said: str) -> ArgumentError:

@@ -37,7 +37,7 @@ from te_torch.noting import noting
 from te_torch.parallel.overlap import Flags, flags_of
 from te_torch.runtime import amp_cast
 from te_torch.surroundings import dispatch_modes
-from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes, shared
+from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, for_part, head_sizes, tell_parts
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -185,7 +185,7 @@ class TransformerLayer(Unit):
         late = given[_LATE]
         # Parallel branches return no bias: one residual step serves both.
         own = {"return_bias": not self.parallel_attention_mlp, **flags}
-        attention = shared(MultiheadAttention, given, _OWN) | own | {"qkv_format": given["attn_input_format"]}
+        attention = for_part(MultiheadAttention, given, _OWN) | own | {"qkv_format": given["attn_input_format"]}
         self.self_attention = MultiheadAttention(
             attn_mask_type=self.self_attn_mask_type,
             window_size=given["window_size"],
@@ -210,7 +210,7 @@ class TransformerLayer(Unit):
             eps=given["layernorm_epsilon"],
             return_layernorm_output=late,
             name=f"{self.name}.layernorm_mlp",
-            **shared(LayerNormMLP, given, _OWN) | own,
+            **for_part(LayerNormMLP, given, _OWN) | own,
         )
         if self.output_layernorm:
             self.layernorm = _NORMS[given["normalization"]](
@@ -234,11 +234,11 @@ class TransformerLayer(Unit):
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Set the group over which sequences are spread, in every attention."""
-        self._tell_all("set_context_parallel_group", cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        tell_parts(self, "set_context_parallel_group", cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def reset_fp8_meta_tensors(self) -> None:
         """Start the scales and histories of every part anew."""
-        self._tell_all("reset_fp8_meta_tensors")
+        tell_parts(self, "reset_fp8_meta_tensors")
 
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw()` has to be called after backward: a part puts its weight gradients off."""
@@ -251,11 +251,6 @@ class TransformerLayer(Unit):
 
     def _linears(self) -> list[BaseModule]:
         return [part for part in self.modules() if isinstance(part, BaseModule)]
-
-    def _tell_all(self, method: str, *arguments: Any) -> None:
-        for child in list(self.modules())[1:]:
-            if hasattr(child, method):
-                getattr(child, method)(*arguments)
 
     # -------------------------------------------------------------------------------------- forward
 

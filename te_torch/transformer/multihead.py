@@ -77,7 +77,14 @@ def head_sizes(operation: str, hidden: int, heads: int, groups: int | None, chan
     raise AttentionArgumentError(operation, got, allowed, do)
 
 
-def shared(part: type, given: dict[str, Any], own: set[str]) -> dict[str, Any]:
+def tell_parts(module: torch.nn.Module, method: str, *arguments: Any) -> None:
+    """Call a method of all modules below that have it."""
+    for child in list(module.modules())[1:]:
+        if hasattr(child, method):
+            getattr(child, method)(*arguments)
+
+
+def for_part(part: type, given: dict[str, Any], own: set[str]) -> dict[str, Any]:
     """Of the options that a module was given those that a part of it has too, without its `own`."""
     names = signature(part.__init__).parameters.keys() - own  # type: ignore[misc]
     return {name: value for name, value in given.items() if name in names}
@@ -179,7 +186,7 @@ class MultiheadAttention(Unit):
         linear = {name: given[name] for name in alike} | team | {"sequence_parallel": self.sequence_parallel}
         norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
         self._add_projections(fuse_qkv_params, norm, {**linear, **column, "init_method": init_method})
-        core = shared(DotProductAttention, given, {"self", "sequence_parallel", "tp_group", "tp_size"})
+        core = for_part(DotProductAttention, given, {"self", "sequence_parallel", "tp_group", "tp_size"})
         core |= {"kv_channels": self.kv_channels, "num_gqa_groups": self.num_gqa_groups}
         core |= {"name": f"{self.name}.core_attention", **team}
         # A learnable softmax has a parameter.
@@ -265,10 +272,7 @@ class MultiheadAttention(Unit):
             return
         if tp_group is not None:
             check_group("MultiheadAttention.set_tensor_parallel_group", tp_group, self.tp_size)
-        children: list[Any] = list(self.modules())[1:]
-        for child in children:
-            if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)
+        tell_parts(self, "set_tensor_parallel_group", tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
