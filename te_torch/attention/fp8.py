@@ -325,26 +325,19 @@ def emulation(
     return tuple([key_of(call) for call in made.operands]), key_of(made.scores), key_of(made.weights), key_of(made.out)
 
 
-class Low:
-    """Where the emulation rounds what is between its products."""
-
-    def __init__(self, roundings: Roundings, run: tuple[Any, bool]) -> None:
-        self.roundings, self._run = roundings, run
-
-    def through(self, rounding: Any, t: torch.Tensor) -> torch.Tensor:
-        """The tensor through one of the roundings."""
-        return apply(rounding, *self._run, t)[0]
-
-
 def emulate(
     plan: Plan, roundings: Roundings, inputs: AttentionInputs, run: tuple[Any, bool], sizes: Sizes | None = None
 ) -> torch.Tensor:
     """The output. `run`: the state, and whether this is a recomputation; `sizes`: the inputs' in traced code."""
-    low, held = Low(roundings, run), roundings.operands
-    given: list[Any] = [low.through(rounding, _plain(t)) for rounding, t in zip(held, inputs[:3], strict=False)]
+
+    def low(which: str, t: torch.Tensor) -> torch.Tensor:
+        return apply(getattr(roundings, which), *run, t)[0]
+
+    of_tensors = zip(roundings.operands, inputs[:3], strict=False)
+    given: list[Any] = [apply(rounding, *run, _plain(t))[0] for rounding, t in of_tensors]
     a, b, c = given + [None] * (3 - len(given))
     out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low, sizes=sizes)
-    return low.through(roundings.out, out)
+    return low("out", out)
 
 
 def _plain(t: Any) -> torch.Tensor:

@@ -201,7 +201,7 @@ def from_cache(given: Given, inference: Any, stepped: tuple[Any, ...]) -> Given:
     assert given.attn_mask_type is not None
     mask = canonical_mask(OPERATION, given.attn_mask_type)
     if "padding" not in mask:
-        mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
+        mask = {"no_mask": "padding"}.get(mask, f"padding_{mask}")
     if given.attention_mask is not None:
         _say_unread("with inference_params: lengths take its place")
     k, v, cu_q, cu_kv, capacity, _ = stepped
