@@ -20,7 +20,7 @@ from te_torch.training.offload.device import Pair
 
 
 class RecordedSide:
-    """As `CudaSide`, with the CPU as the device."""
+    """As `Side`, with the CPU as the device."""
 
     def __init__(self) -> None:
         self.copied: list[tuple[str, int]] = []  # ("out" or "back", bytes) of each tensor

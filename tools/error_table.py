@@ -69,20 +69,39 @@ def declared(call: ast.Call) -> Iterator[tuple[str, str]]:
                 yield allowed, do or f"correct {re.sub('^_[^.]*[.]', '', named[1])}"
 
 
+@cache
+def shortened() -> dict[tuple[str, str], list[ast.expr]]:
+    """(module, name) -> a class and the first parts of its message, of `name = partial(Class, operation)`."""
+    found: dict[tuple[str, str], list[ast.expr]] = {}
+    for module, tree in trees().items():
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                if ast.unparse(node.value.func) == "partial":
+                    found[module, ast.unparse(node.targets[0])] = node.value.args
+    for module, tree in trees().items():
+        for node in [one for one in tree.body if isinstance(one, ast.ImportFrom) and one.module]:
+            for alias in node.names:
+                if (node.module, alias.name) in found:
+                    found[module, alias.asname or alias.name] = found[node.module, alias.name]
+    return found
+
+
 def causes() -> dict[str, dict[tuple[str, str], str]]:
     """Class -> (what is allowed, what to do) -> the operation, or the part that raises where only the call knows it."""
     found: dict[str, dict[tuple[str, str], str]] = {name: {} for name in classes()}
     for module, tree in trees().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                for call in [one for one in node.decorator_list if isinstance(one, ast.Call)]:
-                    by = ast.unparse(call.func)
-                    if by in ("operation", "rules"):
-                        place = node.name if by == "operation" else f"in `{module}`"
-                        found["ArgumentError"] |= dict.fromkeys(declared(call), place)
+            marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+            for call in [one for one in marks if isinstance(one, ast.Call)]:
+                by = ast.unparse(call.func)
+                if by in ("operation", "rules"):
+                    place = getattr(node, "name", "") if by == "operation" else f"in `{module}`"
+                    found["ArgumentError"] |= dict.fromkeys(declared(call), place)
             name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
-            if isinstance(node, ast.Call) and name in found:
-                given = dict(zip(PARTS, node.args, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}
+            kind, *first = shortened().get((module, name), [ast.Name(name)])
+            if isinstance(node, ast.Call) and (name := getattr(kind, "id", "")) in found:
+                parts = [*first, *node.args]
+                given = dict(zip(PARTS, parts, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}
                 operation, allowed, do = (said(given.get(part)) for part in ("operation", "allowed", "do"))
                 if "..." not in (allowed, do):  # else the call that raises is handed the text
                     place = f"in `{'.'.join(module.split('.')[:3])}`"

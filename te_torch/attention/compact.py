@@ -53,9 +53,17 @@ def _order_of(mask: torch.Tensor, form: str, like: torch.Tensor, traced: bool) -
     check_beside(OPERATION, like, attention_mask=mask)
     if mask.is_meta or (not traced and _may_look(mask) and _is_in_front(mask)):
         return None
-    by_torch = traced or not _is_in_memory(mask)
-    made = _order_by_torch(mask.flatten(1), form) if by_torch else _order_in_memory(mask, form)
-    return Order(*made, mask.shape[-1], form)
+    if not traced and _is_in_memory(mask):  # in one launch: each layer reads its mask in each call
+        there, again, cu = map(to_torch, ops.padding_order(runtime_for(mask), to_core(mask.contiguous()), form=form))
+        return Order(there, again, cu, mask.shape[-1], form)
+    hidden = mask.flatten(1)
+    places = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape)
+    tokens = (~hidden).cumsum(1)  # up to this place
+    # A token comes behind the tokens before it, padding behind all tokens and the padding before it.
+    back = torch.where(hidden, tokens[:, -1:] + places - tokens, tokens - 1)
+    front = torch.empty_like(back).scatter_(1, back, places)
+    there, again = _among_all(front, form), _among_all(back, form)
+    return Order(there, again, get_cu_seqlens(hidden), mask.shape[-1], form)
 
 
 def _may_look(mask: torch.Tensor) -> bool:
@@ -68,27 +76,9 @@ def _is_in_front(mask: torch.Tensor) -> bool:
     return not bool((mask[..., :-1] & ~mask[..., 1:]).any())
 
 
-_Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # there, again, cu
-
-
 def _is_in_memory(mask: torch.Tensor) -> bool:
     """Whether a kernel may read the mask: nothing transforms what is done to it."""
     return type(mask) is torch.Tensor and not dispatch_modes() and not functorch_active()
-
-
-def _order_in_memory(mask: torch.Tensor, form: str) -> _Made:
-    """In one launch: each layer reads its mask in each call."""
-    there, again, cu = ops.padding_order(runtime_for(mask), to_core(mask.contiguous()), form=form)
-    return to_torch(there), to_torch(again), to_torch(cu)
-
-
-def _order_by_torch(hidden: torch.Tensor, form: str) -> _Made:
-    places = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape)
-    tokens = (~hidden).cumsum(1)  # up to this place
-    # A token comes behind the tokens before it, padding behind all tokens and the padding before it.
-    back = torch.where(hidden, tokens[:, -1:] + places - tokens, tokens - 1)
-    front = torch.empty_like(back).scatter_(1, back, places)
-    return _among_all(front, form), _among_all(back, form), get_cu_seqlens(hidden)
 
 
 def _among_all(places: torch.Tensor, form: str) -> torch.Tensor:
@@ -124,15 +114,6 @@ def in_front(key: Key, given: Given, lengths: str, traced: bool = False) -> tupl
     orders = orders_of(given.attention_mask, key.form, given.a, traced) if lengths in ("mask", "masks") else None
     if orders is None:
         return key, given, None
-    given = to_front(given, orders)
-    bias = given.core_attention_bias
-    if bias is not None:  # it may have been laid anew
-        key = key._replace(bias=fact_of(bias, torch.is_grad_enabled()))
-    return key, given, orders
-
-
-def to_front(given: Given, orders: Orders) -> Given:
-    """The call with its tokens in front; what comes of it has to be moved back, and so is not quantized."""
     q, kv = orders
     a, b, c = (
         t if t is None or order is None else _Moved.apply(t, order.there, order.again)
@@ -144,21 +125,15 @@ def to_front(given: Given, orders: Orders) -> Given:
             bias = _taken(bias, _in_rows(q.there, q)[:, None, :, None], 2)
         if kv is not None and bias.shape[3] > 1:
             bias = _taken(bias, _in_rows(kv.there, kv)[:, None, None, :], 3)
-    return given.but(a=a, b=b, c=c, core_attention_bias=bias, fp8_output=False)
-
-
-def moved_back(out: torch.Tensor, orders: Orders) -> torch.Tensor:
-    """The output where its queries were."""
-    if orders.q is None:
-        return out
-    moved: torch.Tensor = _Moved.apply(out, orders.q.again, orders.q.there)
-    return moved
+        key = key._replace(bias=fact_of(bias, torch.is_grad_enabled()))  # it may have been laid anew
+    # What comes of it has to be moved back, and so is not quantized.
+    return key, given.but(a=a, b=b, c=c, core_attention_bias=bias, fp8_output=False), orders
 
 
 def returned(out: torch.Tensor, largest: torch.Tensor | None, orders: Orders | None) -> Any:
     """What an attention returns: the output where its queries were, and the largest logits if they were asked for."""
-    if orders is not None:
-        out = moved_back(out, orders)
+    if orders is not None and orders.q is not None:
+        out = _Moved.apply(out, orders.q.again, orders.q.there)
     return out if largest is None else (out, largest)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -13,7 +14,7 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
-from te_torch.attention import choose, env, fused, traced
+from te_torch.attention import choose, env, flash, fused, traced, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import fronts, in_front, returned, sums_of
 from te_torch.attention.inference import cut_off
@@ -46,16 +47,17 @@ from te_torch.attention.plan import (
     schedule_in_words,
     wrong,
 )
-from te_torch.attention.running import ready
-from te_torch.attention.score_mod import functions
+from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Now, active, precision_now
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values, window_of
 from te_torch.base.parallel import check_group, size_of
 from te_torch.base.plans import Prepared
 from te_torch.doors import either
+from te_torch.draws import Repeated
 from te_torch.export.handed import Handed
-from te_torch.forks import fork_of
+from te_torch.forks import Fork, fork_of
+from te_torch.function import register
 from te_torch.noting import noting
 from te_torch.parallel.context.groups import context_groups
 from te_torch.parallel.groups import check_reduction
@@ -149,23 +151,20 @@ class DotProductAttention(BaseModule):
         self._find_place()
         # With sequence parallelism every rank has all heads of its tokens, and dropout of its own anyway.
         self._fork = None if sequence_parallel else fork_of(get_rng_state_tracker, None)
-        self._add_softmax_offset()
+        place: dict[str, Any] = {"dtype": torch.float32, "device": default_device()}
+        self.softmax_offset: Any
+        if softmax_type == "learnable":
+            self._add_parameter("softmax_offset", (self._static.heads,), torch.nn.init.zeros_, **place)
+            if tp_size > 1:
+                self._mark_parallel(0, "softmax_offset")
+        else:
+            ones = softmax_type == "off-by-one"
+            self.softmax_offset = torch.zeros(self._static.heads, **place) if ones else None
         self._choices: dict[Any, Plan] = {}
         #: Of the last forward, for precision_report(): its plan, and what was quantized how if it was in FP8.
         self._last_plan: Plan | None = None
         self._last_rule: AttentionPrecision | None = None
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-
-    def _add_softmax_offset(self) -> None:
-        place: dict[str, Any] = {"dtype": torch.float32, "device": default_device()}
-        self.softmax_offset: Any
-        if self.softmax_type == "learnable":
-            self._add_parameter("softmax_offset", (self._static.heads,), torch.nn.init.zeros_, **place)
-            if self.tp_size > 1:
-                self._mark_parallel(0, "softmax_offset")
-        else:
-            ones = self.softmax_type == "off-by-one"
-            self.softmax_offset = torch.zeros(self._static.heads, **place) if ones else None
 
     def _weight_names(self) -> tuple[str, ...]:
         return ()
@@ -186,20 +185,11 @@ class DotProductAttention(BaseModule):
         self._static = self._static._replace(context=found.context, context_rank=found.rank)
         self._choices.clear()
 
-    @property
-    def cp_group(self) -> Any:
-        """The group over which sequences are spread, or the list of two."""
-        return self._context.given[0]
-
-    @property
-    def cp_global_ranks(self) -> Any:
-        """Its global ranks, as they were given."""
-        return self._context.given[1]
-
-    @property
-    def cp_stream(self) -> Any:
-        """The stream that was given."""
-        return self._context.given[2]
+    cp_group = property(
+        lambda self: self._context.given[0], doc="The group over which sequences are spread, or the list of two."
+    )
+    cp_global_ranks = property(lambda self: self._context.given[1], doc="Its global ranks, as they were given.")
+    cp_stream = property(lambda self: self._context.given[2], doc="The stream that was given.")
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Remember the group; heads are spread over it by `tp_size`. Its ranks compare what they are called with."""
@@ -267,43 +257,20 @@ class DotProductAttention(BaseModule):
         if a is None:
             raise wrong("no queries", "query_layer or qkv_layer", "pass one of them")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        cached = inference_params is not None
-        stepped = step(inference_params, mask_type, self, b, c, form) if cached else None
-        given = Given(
-            a,
-            b,
-            c,
-            packing,
-            interleaved,
-            form,
-            attention_mask,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
-            max_seqlen_q,
-            max_seqlen_kv,
-            mask_type,
-            None if window_size is None else window_of(f"{OPERATION}.forward", window_size),
-            bottom_right_diagonal,
-            checkpoint_core_attention,
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            pad_between_seqs,
-            fp8_output,
-            bf16_backward,
-            num_splits,
-            functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, torch_score_mod),
-            cached,
-        )
-        return self._attend(given) if stepped is None else self._attend_cache(given, inference_params, stepped)
-
-    def _attend_cache(self, given: Given, inference: Any, stepped: tuple[Any, ...]) -> Any:
-        """Attention over a cache: it keeps nothing for backward, which has none."""
-        cached = from_cache(given, inference, stepped)
+        stepped = None if inference_params is None else step(inference_params, mask_type, self, b, c, form)
+        tensors = a, b, c, packing, interleaved, form, attention_mask
+        lengths = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        window = None if window_size is None else window_of(f"{OPERATION}.forward", window_size)
+        masking = mask_type, window, bottom_right_diagonal, checkpoint_core_attention
+        bias = core_attention_bias_type, core_attention_bias, alibi_slopes, pad_between_seqs
+        mods = functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, torch_score_mod)
+        output = fp8_output, bf16_backward, num_splits, mods
+        given = Given(*tensors, *lengths, *masking, *bias, *output, inference_params is not None)
+        if stepped is None:
+            return self._attend(given)
+        cached = from_cache(given, inference_params, stepped)
         with torch.no_grad():
-            found = self._attend(cached)
+            found = self._attend(cached)  # attention over a cache keeps nothing for backward, which it has not
         if not torch.is_grad_enabled():
             return found
         return cut_off(found, given.a, given.b, given.c, self.softmax_offset)
@@ -526,6 +493,43 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     of_forward = signature(DotProductAttention.forward).parameters
     constructor = {name: options.pop(name) for name in tuple(options) if name not in of_forward}
     return DotProductAttention(**{"name": "explain", **sizes, **constructor}).explain(q, k, v, **options)
+
+
+# ------------------------------------------------------------------------- what computes a plan
+
+Run = Callable[..., fused.Results]
+RUN: dict[str, Run] = {choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run)}
+
+
+def ready(plan: Plan, fork: Fork | None, comm: Any = None) -> Plan:
+    """The plan with what runs it; `fork`: of the tracker that its module draws from, `comm`: over which ranks."""
+    plan.call = register(fused.ATTENTION, plan.layer, any(plan.layer.needs), comm=comm)
+    run: Run = RUN[plan.backend]
+    if plan.key.score_mod == "graph":
+        plan.run = run_graph
+        return plan
+    if plan.backend == choose.FUSED:  # its own layer computes again if asked for
+        plan.run = flash.run_backward_only if comm is None and flash.takes_backward(plan) else run
+        return plan
+    if plan.key.checkpoint:
+        run = partial(_checkpointed, run)
+    plan.run = partial(_forked, fork, run) if plan.draws and fork is not None else run
+    return plan
+
+
+def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs, **options: Any) -> fused.Results:
+    """Run a backend so that backward computes it again: nothing but its inputs is kept."""
+    from torch.utils.checkpoint import checkpoint
+
+    again = Repeated(run) if plan.draws or options else run  # a user's function may draw
+    found: fused.Results = checkpoint(again, plan, inputs, use_reentrant=False, preserve_rng_state=False, **options)
+    return found
+
+
+def _forked(fork: Fork, run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
+    """Run a backend that draws from torch's generator, with the tracker's state in it."""
+    with fork():
+        return run(plan, inputs)
 
 
 def _is_plain(given: Given) -> bool:

@@ -7,12 +7,11 @@ A padding mask is read where it lies: nothing is sorted, and no length is asked 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from te_core.attention import AttentionSpec, Sizes
-from te_core.errors import UnsupportedError
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention import choose, env
 from te_torch.attention.exported_fp8 import Rounding, rounding
@@ -25,13 +24,6 @@ from te_torch.export.layers import dropout_refused
 from te_torch.runtime import outside_autocast
 
 
-class _Pairs(NamedTuple):
-    """What is said of pairs of a query and a key, [b|1, h|1, sq|1, skv]."""
-
-    unseen: torch.Tensor | None  # None: every key is seen
-    distance: torch.Tensor | None  # from the diagonal; None where nothing asks for it
-
-
 def attention(module: Any, key: Key, given: Given) -> Any:
     """What DotProductAttention gives for this call."""
     if key.score_mod:
@@ -42,35 +34,20 @@ def attention(module: Any, key: Key, given: Given) -> Any:
     if plan.spec.dropout:
         raise dropout_refused()
     low = rounding(module, plan, given.a) if key.fp8 else None
-    masks = _padding(plan, given.attention_mask)
-    prepare = plan.prepare if masks is None else plan.prepare._replace(lengths="")
+    masks, prepare = None, plan.prepare
+    if prepare.lengths in ("mask", "masks"):  # the padding of queries and of keys [b, s]
+        mask = given.attention_mask
+        both = mask if isinstance(mask, (tuple, list)) else (mask, mask)
+        for one in both:
+            check_padding_mask(one)
+        q, kv = (one.flatten(1) for one in both)
+        masks, prepare = (q, kv), prepare._replace(lengths="")
     inputs = layer_inputs(module, given, prepare, slopes_of=new_slopes)
     with outside_autocast(given.a):
         out, largest = _attend(plan, inputs, masks, low)
         if low is not None:
             out = low.output(out, given.fp8_output)
     return out if largest is None else (out, largest)
-
-
-def not_traced(backend: str) -> UnsupportedError:
-    """The error of a plain torch.export for attention that is no operator of a program."""
-    return UnsupportedError(
-        "torch.export",
-        f"attention that {backend} computes outside of compiled graphs",
-        "attention without score_mod, checkpoint_core_attention and an inspector",
-        "export without them",
-    )
-
-
-def _padding(plan: Plan, mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The padding of queries and of keys [b, s], if a mask says it."""
-    if plan.prepare.lengths not in ("mask", "masks"):
-        return None
-    both = mask if isinstance(mask, (tuple, list)) else (mask, mask)
-    for one in both:
-        check_padding_mask(one)
-    q, kv = (one.flatten(1) for one in both)
-    return q, kv
 
 
 def _attend(
@@ -89,19 +66,19 @@ def _attend(
     scores = (q * spec.scale) @ k.transpose(-1, -2) if low is None else (q @ k.transpose(-1, -2)) * spec.scale
     if spec.softcap:
         scores = (spec.softcap * torch.tanh(scores.float() / spec.softcap)).to(scores.dtype)
-    pairs = _pairs(spec, size, inputs, masks)
+    unseen, distance = _pairs(spec, size, inputs, masks)
     if inputs.bias is not None:
         scores = scores + inputs.bias
     elif spec.bias == "alibi":
-        assert pairs.distance is not None
+        assert distance is not None
         slopes = inputs.slopes.view(-1, inputs.slopes.shape[-1], 1, 1)
-        scores = scores + (-slopes * pairs.distance.abs()).to(scores.dtype)
+        scores = scores + (-slopes * distance.abs()).to(scores.dtype)
     largest = None
     if spec.max_logit:
         seen = scores.float()
-        seen = seen if pairs.unseen is None else seen.masked_fill(pairs.unseen, -torch.inf)
+        seen = seen if unseen is None else seen.masked_fill(unseen, -torch.inf)
         largest = seen.amax((0, 2, 3))
-    weights = softmax(scores, pairs.unseen, spec.softmax, inputs.sink)
+    weights = softmax(scores, unseen, spec.softmax, inputs.sink)
     weights = weights if low is None else low.probabilities(weights)
     out = (weights @ v).transpose(1, 2)
     if spec.q_format == "thd":
@@ -113,11 +90,13 @@ def _attend(
 
 def _pairs(
     spec: AttentionSpec, size: Sizes, inputs: AttentionInputs, masks: tuple[torch.Tensor, torch.Tensor] | None
-) -> _Pairs:
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of pairs of a query and a key, [b|1, h|1, sq|1, skv]: which are not seen (None: each is), and their distance from
+    the diagonal, None where nothing asks for it."""
     if masks is None:
         cu, device = (inputs.cu_q, inputs.cu_kv), inputs.a.device
         distance = diagonal(spec, size, cu, device) if spec.bias == "alibi" else None
-        return _Pairs(hidden(spec, size, cu, inputs.mask, device), distance)
+        return hidden(spec, size, cu, inputs.mask, device), distance
     q, kv = masks
     # A token's place is that among the tokens before it that are no padding.
     q_place, kv_place = ((~m).cumsum(1, dtype=torch.int64) for m in masks)
@@ -129,4 +108,4 @@ def _pairs(
         unseen = unseen | (distance < -spec.left)
     if spec.right >= 0:
         unseen = unseen | (distance > spec.right)
-    return _Pairs(unseen, distance)
+    return unseen, distance

@@ -91,14 +91,11 @@ def rounding(module: Any, plan: Plan, like: torch.Tensor) -> Rounding:
     _, number, state, _ = module._enter(like)
     precision = precision_of(number)
     assert precision is not None and precision.attention is not None and precision.input is not None
-    emulated = _computed_by(request) == choose.UNFUSED
-    return Rounding(precision.attention, precision.input, state.scale_fwd, emulated, plan.key.a.dtype)
-
-
-def _computed_by(request: choose.Request) -> str:
-    """The backend of an eager call on the example's sizes; an error with the reasons where there is none."""
+    # What computes an eager call on the example's sizes; an error with the reasons where nothing does.
     sizes = Sizes(*map(_of_example, request.sizes))
-    return choose.choose(replace(request, sizes=sizes, bias_rows=_of_example(request.bias_rows)))
+    eager = choose.choose(replace(request, sizes=sizes, bias_rows=_of_example(request.bias_rows)))
+    emulated = eager == choose.UNFUSED
+    return Rounding(precision.attention, precision.input, state.scale_fwd, emulated, plan.key.a.dtype)
 
 
 def _of_example(n: Any) -> int:

@@ -160,7 +160,9 @@ def run(module: Any, plan: Plan, inputs: AttentionInputs, asked: tuple[bool, boo
             seen = None if watched is None else module._inspectors()
             call = _roundings(number, a.dtype, high_backward, core.names_of(plan.layer.packing), seen)
         else:
-            lookers = None if watched is None else _lookers(module)
+            lookers = None if watched is None else module._inspectors()
+            for _, tensor in sorted(getattr(lookers[0], "changes", ())) if lookers else ():
+                raise core.unchangeable(tensor)  # an inspector that will exchange a tensor
             call = _call(*key[:-1], inspectors=lookers, comm=module._communicators(number))
         module._calls[key] = call
     if emulated:
@@ -169,14 +171,6 @@ def run(module: Any, plan: Plan, inputs: AttentionInputs, asked: tuple[bool, boo
     module.__dict__["_last_rule"] = call.spec.precision
     dims = len(plan.spec.q_format) - 2, len(plan.spec.kv_format) - 2
     return run_call(call, state, recompute, inputs, dims)
-
-
-def _lookers(module: Any) -> tuple[Any, ...]:
-    """The module's inspectors, none of which says that it will exchange a tensor."""
-    found: tuple[Any, ...] = module._inspectors()
-    for _, tensor in sorted(getattr(found[0], "changes", ())):
-        raise core.unchangeable(tensor)
-    return found
 
 
 def run_call(call: Any, state: Any, recompute: bool, inputs: AttentionInputs, dims: tuple[int, int]) -> torch.Tensor:
@@ -289,7 +283,7 @@ class Roundings(NamedTuple):
 
     operands: Sequence[Any]
     scores: Any
-    weights: Any
+    weights: Any  # P
     out: Any
     rule: AttentionPrecision | None = None  # that of the calls
 
@@ -331,34 +325,19 @@ def emulation(
     return tuple([key_of(call) for call in made.operands]), key_of(made.scores), key_of(made.weights), key_of(made.out)
 
 
-class Low:
-    """Where the emulation rounds what is between its products."""
-
-    def __init__(self, roundings: Roundings, run: tuple[Any, bool]) -> None:
-        self._roundings, self._run = roundings, run
-
-    def through(self, rounding: Any, t: torch.Tensor) -> torch.Tensor:
-        """The tensor through one of the roundings."""
-        return apply(rounding, *self._run, t)[0]
-
-    def scores(self, t: torch.Tensor) -> torch.Tensor:
-        """The scores, whose gradient alone is rounded."""
-        return self.through(self._roundings.scores, t)
-
-    def weights(self, t: torch.Tensor) -> torch.Tensor:
-        """P."""
-        return self.through(self._roundings.weights, t)
-
-
 def emulate(
     plan: Plan, roundings: Roundings, inputs: AttentionInputs, run: tuple[Any, bool], sizes: Sizes | None = None
 ) -> torch.Tensor:
     """The output. `run`: the state, and whether this is a recomputation; `sizes`: the inputs' in traced code."""
-    low, held = Low(roundings, run), roundings.operands
-    given: list[Any] = [low.through(rounding, _plain(t)) for rounding, t in zip(held, inputs[:3], strict=False)]
+
+    def low(which: str, t: torch.Tensor) -> torch.Tensor:
+        return apply(getattr(roundings, which), *run, t)[0]
+
+    of_tensors = zip(roundings.operands, inputs[:3], strict=False)
+    given: list[Any] = [apply(rounding, *run, _plain(t))[0] for rounding, t in of_tensors]
     a, b, c = given + [None] * (3 - len(given))
     out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low, sizes=sizes)
-    return low.through(roundings.out, out)
+    return low("out", out)
 
 
 def _plain(t: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class InferenceParams(NamedOptions):
         self.batch_size_offset = 0
         self._check(sizes, qkv_format, custom_cache_manager is not None)
         self.input_qkv_format, self.cache_qkv_format = qkv_format, CACHE_FORMAT
-        self.output_qkv_format = _output_format(qkv_format)
+        self.output_qkv_format = f"{qkv_format}_2{CACHE_FORMAT}"
         self.sequences: Sequences = OrderedDict()
         self.batch_size = 0
         self.max_seqlen_q = max_ctx_len or 0  # thd: no sequence of this step has more new tokens
@@ -235,10 +236,17 @@ class InferenceParams(NamedOptions):
         if new_k.device != self.device:
             allowed = f"{self.device}, where the cache is"
             raise _refused("step", f"k on {new_k.device}", allowed, "pass device= to InferenceParams")
-        self.input_qkv_format, self.output_qkv_format = form, _output_format(form)
+        self.input_qkv_format, self.output_qkv_format = form, f"{form}_2{CACHE_FORMAT}"
         if self.is_older_form:
             return self._step_at_offset(layer_number, new_k, new_v, form)
-        rows = self._rows(new_k, form)
+        batch, token, _ = DIMENSIONS[form]
+        rows, tokens = self.max_batch_size if batch is None else new_k.shape[batch], new_k.shape[token]
+        counts = self._new_tokens
+        least = sum(counts) if batch is None else max(counts, default=0)
+        if not self.batch_size <= rows <= self.max_batch_size or tokens < least or not counts:
+            allowed = f"{self.batch_size} to {self.max_batch_size} rows and at least {least} tokens"
+            do = "call pre_step with the sequences of this step before the model"
+            raise _refused("step", f"k {tuple(new_k.shape)} in {form}", f"{allowed}, as pre_step announced", do)
         cu = self._cu.get(rows)
         if cu is None:
             with torch.inference_mode(False):
@@ -249,32 +257,15 @@ class InferenceParams(NamedOptions):
     @_eager
     def step_of(self, module: Any, new_k: torch.Tensor, new_v: torch.Tensor, form: str) -> Stepped:
         """The `step` of an attention, whose number no other one has."""
-        self._claim(module, module.layer_number)
-        return self.step(module.layer_number, new_k, new_v, form)
-
-    def _claim(self, module: Any, number: int) -> None:
-        """Refuse a second module of a number: each would overwrite what the other one has cached."""
+        number = module.layer_number
         owner = self._owners.setdefault(number, module._token)
-        if owner == module._token:
-            return
-        other = of_token(owner)
-        if other is not None:
+        other = None if owner == module._token else of_token(owner)
+        if other is not None:  # each would overwrite what the other one has cached
             got = f"layer_number={number} from {name_of(module)}, after {name_of(other)} has used it"
             do = "pass layer_number=1, 2, ... to the layers' constructors; reset() before another model takes the cache"
             raise _refused("step", got, "one layer for each layer_number: each has its own cache", do)
         self._owners[number] = module._token
-
-    def _rows(self, new_k: torch.Tensor, form: str) -> int:
-        """The rows of the batch, once it is clear that the new tokens fit what pre_step announced."""
-        batch, token, _ = DIMENSIONS[form]
-        rows, tokens = self.max_batch_size if batch is None else new_k.shape[batch], new_k.shape[token]
-        counts = self._new_tokens
-        least = sum(counts) if batch is None else max(counts, default=0)
-        if not self.batch_size <= rows <= self.max_batch_size or tokens < least or not counts:
-            allowed = f"{self.batch_size} to {self.max_batch_size} rows and at least {least} tokens"
-            do = "call pre_step with the sequences of this step before the model"
-            raise _refused("step", f"k {tuple(new_k.shape)} in {form}", f"{allowed}, as pre_step announced", do)
-        return rows
+        return self.step(number, new_k, new_v, form)
 
     def _step_at_offset(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, form: str) -> Stepped:
         """The older form: all rows from `batch_size_offset` get their tokens at `sequence_len_offset`."""
@@ -347,14 +338,8 @@ def _cut(found: Any, *made_of: torch.Tensor | None) -> Any:
 
 def _running_sums(lengths: Iterable[int], size: int) -> list[int]:
     """0 and the running sums, the last one repeated up to `size`."""
-    sums = [0]
-    for n in lengths:
-        sums.append(sums[-1] + n)
+    sums = [0, *accumulate(lengths)]
     return sums + [sums[-1]] * (size - len(sums))
-
-
-def _output_format(form: str) -> str:
-    return f"{form}_2{CACHE_FORMAT}"
 
 
 def _refused(method: str, *said: str) -> ArgumentError:

@@ -201,7 +201,7 @@ def from_cache(given: Given, inference: Any, stepped: tuple[Any, ...]) -> Given:
     assert given.attn_mask_type is not None
     mask = canonical_mask(OPERATION, given.attn_mask_type)
     if "padding" not in mask:
-        mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
+        mask = {"no_mask": "padding"}.get(mask, f"padding_{mask}")
     if given.attention_mask is not None:
         _say_unread("with inference_params: lengths take its place")
     k, v, cu_q, cu_kv, capacity, _ = stepped
@@ -283,7 +283,12 @@ def layer_inputs(
     # A converted module's offset is not in float32.
     sink = module.softmax_offset.float() if module.softmax_type == "learnable" else None
     if how.keys:
-        mask = _whole_mask(given.attention_mask, how.keys)
+        mask = given.attention_mask
+        if mask.dtype != torch.bool:
+            do = "convert it, or pass a mask of numbers as core_attention_bias"
+            raise wrong(f"an attention_mask of {mask.dtype}", "torch.bool, True where a key is hidden", do)
+        mask = mask[(None,) * (4 - mask.ndim)]  # all four dimensions and all keys, dense
+        mask = mask.expand(*mask.shape[:-1], how.keys).contiguous()
     if how.draws:
         rng = random_pair(a, module._fork)
     parts = (bias, slopes, sink, cu_q, cu_kv, q_padded, kv_padded, mask, given.pages, rng)
@@ -292,12 +297,3 @@ def layer_inputs(
         if t is not None and t.device != device:
             check_beside(OPERATION, a, **inputs._asdict())
     return inputs
-
-
-def _whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
-    """A mask with all four dimensions and all keys, dense."""
-    if mask.dtype != torch.bool:
-        do = "convert it, or pass a mask of numbers as core_attention_bias"
-        raise wrong(f"an attention_mask of {mask.dtype}", "torch.bool, True where a key is hidden", do)
-    mask = mask[(None,) * (4 - mask.ndim)]
-    return mask.expand(*mask.shape[:-1], keys).contiguous()

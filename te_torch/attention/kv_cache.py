@@ -107,18 +107,6 @@ class DeviceCacheManager(KVCacheManager):
         self._views.clear()
         return {**self.__dict__, "_views": {}}
 
-    def _view(self, layer_number: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, KVCache]:
-        """What an append to these rows writes to, made once."""
-        if layer_number not in self.cache:
-            self.allocate_memory(layer_number)
-        k, v = self.cache[layer_number]
-        pages = self._pages(rows)
-        if pages is None:
-            with torch.inference_mode(False):
-                k, v = k[first : first + rows], v[first : first + rows]
-        found = self._views[layer_number, first, rows] = (k, v, KVCache(to_core(k), to_core(v), pages))
-        return found
-
     def step(
         self,
         layer_number: int,
@@ -132,8 +120,15 @@ class DeviceCacheManager(KVCacheManager):
         """Append the new tokens to the rows from `first` on; these rows, or all pages."""
         rows = cu_new_seqlens.shape[0] - 1
         found = self._views.get((layer_number, first, rows))
-        if found is None:
-            found = self._view(layer_number, first, rows)
+        if found is None:  # what an append to these rows writes to, made once
+            if layer_number not in self.cache:
+                self.allocate_memory(layer_number)
+            k, v = self.cache[layer_number]
+            pages = self._pages(rows)
+            if pages is None:
+                with torch.inference_mode(False):
+                    k, v = k[first : first + rows], v[first : first + rows]
+            found = self._views[layer_number, first, rows] = (k, v, KVCache(to_core(k), to_core(v), pages))
         k, v, cache = found
         new, cu = (_strided(new_k), _strided(new_v)), (to_core(cu_new_seqlens), to_core(cu_cached_seqlens))
         ops.kv_append(runtime_for(new_k), *new, cache, *cu, form=qkv_format)

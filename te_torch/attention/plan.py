@@ -104,7 +104,7 @@ class Key(NamedTuple):
     softcap: float = 0.0
     num_splits: int = 1
     score_mod: str = ""  # "graph" or "torch": what the functions of the scores are of
-    quantized: bool = False  # with a score_mod: its output is asked for so
+    fp8_output: bool = False  # with a score_mod
     cached: bool = False
     pages: tuple[int, ...] | None = None  # the shape of a paged cache's table
     fp8: str = ""
@@ -177,6 +177,9 @@ def make_plan(static: Static, key: Key, switches: env.Switches, backend: str | N
     return Plan(key, static, request, backend, layer, prepare, bare)
 
 
+_OF_REQUEST = ("fp8", "cached", "num_splits", "score_mod", "fp8_output", "checkpoint")
+
+
 def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, choose.Request, AttentionLayerSpec, str]:
     """(the key with canonical names, what the choice depends on, what is computed, where lengths come from)."""
     key = key._replace(mask_type=canonical_mask(OPERATION, key.mask_type))
@@ -196,8 +199,9 @@ def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, c
     layer = AttentionLayerSpec(
         spec, *static[:4], needs, key.packing, key.interleaved, key.checkpoint, context=static.context
     )
-    if static.context is not None:
-        _check_context(static, key, spec, sizes)
+    if static.context is not None:  # what the core's rules refuse
+        tokens = (key.a.shape[0],) * 2 if key.form == "thd" else (sizes.sq, sizes.skv)
+        check(Cut(spec, static.context, static.heads, static.groups, tokens))
     training = key.training or any(needs)
     request = choose.Request(
         device_info(key.a.device),
@@ -208,20 +212,15 @@ def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, c
         training=training,
         bias_grad=training and key.bias_grad,
         bias_rows=0 if key.bias is None else sizes.sq,
-        fp8=key.fp8,
         fp8_rows=row_widths(layer) if key.fp8 else (),
-        cached=key.cached,
         paged=key.pages is not None,
         gaps=key.form == "thd" and key.cu is not None and key.cu.gaps,
         same_lengths=lengths == "mask" or (key.cu is not None and key.cu.shared),
-        num_splits=key.num_splits,
-        score_mod=key.score_mod,
-        fp8_output=key.quantized,
-        checkpoint=key.checkpoint,
         context=static.context,
         context_rank=static.context_rank,
         switches=switches,
         installed=choose.installed(),
+        **{name: getattr(key, name) for name in _OF_REQUEST},
     )
     return key, request, layer, lengths
 
@@ -271,13 +270,6 @@ def _refuse_over_ranks(key: Key) -> None:
     ):
         if given:
             raise UnsupportedError(OPERATION, f"{what} under context parallelism", allowed, do)
-
-
-def _check_context(static: Static, key: Key, spec: AttentionSpec, sizes: Sizes) -> None:
-    """What the core's rules refuse."""
-    assert static.context is not None
-    tokens = (key.a.shape[0],) * 2 if key.form == "thd" else (sizes.sq, sizes.skv)
-    check(Cut(spec, static.context, static.heads, static.groups, tokens))
 
 
 def schedule_in_words(request: choose.Request, shape: tuple[int, ...]) -> str:

@@ -7,6 +7,7 @@ MultiheadAttention uses: it takes any packed projection apart, and turns q and k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,20 +16,17 @@ from te_core.attention import DIMENSIONS, FORMATS
 from te_core.errors import ArgumentError
 from te_core.layers import rope as core
 from te_core.spelling import choice_error
-from te_torch.attention import exported_rope as exported
+from te_torch.attention.layouts import heads_of
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.base.options import check_values
 from te_torch.calls import made_of_constants
+from te_torch.export.layers import Maybe, Outputs
+from te_torch.export.mode import not_exported
 from te_torch.function import Call, Layer, apply, of_table, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import check_dtype, default_device, nested, outside_autocast
 from te_torch.values import NamedOptions
 
-ROPE = of_table("rope", core.RopeSaved, plain=exported.rope)
-SPLIT_QKV, SPLIT_KV = (
-    Layer(name, core.split_forward, core.split_backward, core.SplitSaved, n, partial=True, plain=exported.split)
-    for name, n in (("split_qkv", 3), ("split_kv", 2))
-)
 _wrong = partial(AttentionArgumentError, "apply_rotary_pos_emb")
 
 
@@ -107,7 +105,10 @@ def apply_rotary_pos_emb(
         _check_shapes(t, freqs, tensor_format)
         with outside_autocast(t):
             angles = _angles(t, freqs, tensor_format, start_positions, cu_seqlens, (cp_size, cp_rank))
-            return _unfused(t, angles, interleaved)
+            turned, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
+            cos, sin = angles.float().cos().to(t.dtype), angles.float().sin().to(t.dtype)
+            turned = turned * cos + _rotate_half(turned, interleaved) * sin
+            return torch.cat((turned, rest), dim=-1)
     check_dtype("apply_rotary_pos_emb", t)
     check_beside("apply_rotary_pos_emb", t, freqs=freqs, cu_seqlens=cu_seqlens, start_positions=start_positions)
     needs = torch.is_grad_enabled() and t.requires_grad
@@ -263,26 +264,14 @@ def _angles(
     if starts is None:
         angles = _rows_of_rank(freqs, length, *cp)
     else:
-        _check_starts(starts, t.shape[batch], length * cp[0], freqs.shape[0])
+        if starts.shape[0] < t.shape[batch]:
+            got = f"{starts.shape[0]} start_positions for {t.shape[batch]} sequences"
+            raise _wrong(got, "int32, one for each sequence", "correct start_positions")
+        last = int(starts.max()) + length * cp[0]
+        if last > freqs.shape[0]:
+            raise AssertionError(f"apply_rotary_pos_emb: positions up to {last}, freqs has {freqs.shape[0]}")
         angles = torch.cat([_rows_of_rank(freqs[int(p) :], length, *cp) for p in starts[: t.shape[batch]]], dim=1)
     return angles if token == 0 else angles.transpose(0, 1)
-
-
-def _check_starts(start_positions: torch.Tensor, batch: int, length: int, positions: int) -> None:
-    if start_positions.shape[0] < batch:
-        got = f"{start_positions.shape[0]} start_positions for {batch} sequences"
-        raise _wrong(got, "int32, one for each sequence", "correct start_positions")
-    last = int(start_positions.max()) + length
-    if last > positions:
-        raise AssertionError(f"apply_rotary_pos_emb: positions up to {last}, freqs has {positions}")
-
-
-def _unfused(t: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """t * cos + rotate_half(t) * sin over the first channels; the rest passes through."""
-    turned, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
-    cos, sin = angles.float().cos().to(t.dtype), angles.float().sin().to(t.dtype)
-    turned = turned * cos + exported.rotate_half(turned, interleaved) * sin
-    return torch.cat((turned, rest), dim=-1)
 
 
 def _check_shapes(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:
@@ -312,3 +301,74 @@ def _check_heads(operation: str, t: torch.Tensor, fmt: str) -> None:
 def _require(ok: bool, text: str) -> None:
     if not ok:
         raise AssertionError(text)
+
+
+# ------------------------------------------------------------- in torch's operators, as an exporter sees them
+
+
+def _plain_rope(inputs: Sequence[Maybe], spec: core.RopeSpec, scales: Maybe = None) -> Outputs:
+    """(the heads turned,) of (heads, freqs, cu_seqlens, start_positions)."""
+    t, freqs, cu, starts = inputs
+    assert t is not None and freqs is not None
+    return (_turned(t, freqs, cu, starts, spec),)
+
+
+def _plain_split(inputs: Sequence[Maybe], spec: core.SplitSpec, scales: Maybe = None) -> Outputs:
+    """(q, k, v) or (k, v) of (a packed projection, freqs of q and of k, cu_seqlens, start_positions)."""
+    packed, q_freqs, k_freqs, cu, starts = inputs
+    assert packed is not None
+    lead = len(spec.rope.fmt) - 2
+    _, dk, dv = spec.head_dims
+    q, k, v = heads_of(packed, lead, (spec.heads, spec.groups, dk, dv), spec.interleaved_groups)
+    if k_freqs is not None:
+        k = _turned(k, k_freqs, cu, starts, spec.rope)
+    if not spec.heads:
+        return k, v
+    return (q if q_freqs is None else _turned(q, q_freqs, cu, starts, spec.rope)), k, v
+
+
+def _turned(t: torch.Tensor, freqs: torch.Tensor, cu: Maybe, starts: Maybe, spec: core.RopeSpec) -> torch.Tensor:
+    """t * cos + _rotate_half(t) * sin in float32, over as many channels as there are angles."""
+    if spec.cp_size > 1:
+        got, do = "rotary embedding of a rank's part of the sequences", "export on one rank"
+        raise not_exported(got, "whole sequences", do)
+    angles = _plain_angles(t, freqs.float(), cu, starts, spec.fmt)
+    width, x = angles.shape[-1], t.float()
+    turned = x[..., :width] * angles.cos() + _rotate_half(x[..., :width], spec.interleaved) * angles.sin()
+    return torch.cat((turned, x[..., width:]), dim=-1).to(t.dtype)
+
+
+def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """(a, b) -> (-b, a) for each pair of channels: neighbours, or one of each half."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _plain_angles(t: torch.Tensor, freqs: torch.Tensor, cu: Maybe, starts: Maybe, fmt: str) -> torch.Tensor:
+    """The angles of t's tokens, in dimensions that spread over its own; found without looking at cu or starts."""
+    batch, token, _ = DIMENSIONS[fmt]
+    table = freqs.flatten(1)  # [positions, channels]
+    if batch is None:
+        assert cu is not None
+        places = torch.arange(t.shape[0], device=t.device)
+        own = (cu[1:-1].long() <= places[:, None]).sum(1)  # the sequence that a token is of
+        places = places - cu.long()[own]
+        if starts is not None:
+            places = places + starts.long()[own]
+        return table[places][:, None]
+    if starts is None:
+        angles = table[: t.shape[token]][:, None]
+    else:
+        rows = torch.arange(t.shape[token], device=t.device)[:, None]
+        angles = table[rows + starts[: t.shape[batch]].long()]
+    angles = angles[:, :, None]  # [s, b|1, 1, channels]
+    return angles if token == 0 else angles.transpose(0, 1)
+
+
+ROPE = of_table("rope", core.RopeSaved, plain=_plain_rope)
+SPLIT_QKV, SPLIT_KV = (
+    Layer(name, core.split_forward, core.split_backward, core.SplitSaved, n, partial=True, plain=_plain_split)
+    for name, n in (("split_qkv", 3), ("split_kv", 2))
+)

@@ -73,7 +73,9 @@ def functions(
     if torch.onnx.is_in_onnx_export():
         raise wrong("score_mod in an ONNX export", "a model without", "use torch_score_mod, or export without it")
     tensors = _tensors("score_mod_tensors", score_mod_tensors)
-    mod = ScoreMod(score_mod, score_mod_bprop, _key_of(score_mod, score_mod_bprop))
+    keys = callback_key(score_mod), None if score_mod_bprop is None else callback_key(score_mod_bprop)
+    told = keys[0] is not None and (score_mod_bprop is None or keys[1] is not None)
+    mod = ScoreMod(score_mod, score_mod_bprop, ("score_mod", *keys) if told else None)
     return Functions(mod, tensors, _tensors("score_mod_bprop_tensors", score_mod_bprop_tensors))
 
 
@@ -181,11 +183,6 @@ def _core(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------- its key
-
-
-def _key_of(forward: Any, backward: Any) -> Hashable | None:
-    keys = callback_key(forward), None if backward is None else callback_key(backward)
-    return None if keys[0] is None or (keys[1] is None and backward is not None) else ("score_mod", *keys)
 
 
 def callback_key(callback: Any) -> Hashable | None:

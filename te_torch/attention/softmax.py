@@ -86,20 +86,6 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         if self._is_fused(inp, mask, attn_mask_type):
             causal = "top_left" if "causal" in attn_mask_type else None
             return fused_softmax(inp, scale=1.0 if scale is None else scale, mask=mask, causal=causal)
-        return self._unfused(inp, mask, attn_mask_type, scale)
-
-    def _is_fused(self, inp: torch.Tensor, mask: torch.Tensor | None, attn_mask_type: str) -> bool:
-        b, heads, sq, sk = inp.shape
-        fits = 16 < sk < 16384 and sk % 8 == 0 and sq > 1 and sq % 4 == 0 and b * heads % 4 == 0
-        if not (fits and inp.dtype in _HALVES and env.now().fused_softmax):
-            return False
-        if "causal" in attn_mask_type and ("bottom_right" in attn_mask_type or sq != sk):
-            return False
-        return mask is None or (mask.ndim == 4 and mask.shape[0] in (1, b) and tuple(mask.shape[1:]) == (1, sq, sk))
-
-    def _unfused(
-        self, inp: torch.Tensor, mask: torch.Tensor | None, attn_mask_type: str, scale: float | None
-    ) -> torch.Tensor:
         x = inp.float() if inp.dtype in _HALVES and self.softmax_in_fp32 else inp
         if scale is not None:
             x = x * scale
@@ -111,6 +97,15 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         if mask is not None:
             x = self.mask_func(x, mask)
         return torch.softmax(x, dim=-1).to(inp.dtype)
+
+    def _is_fused(self, inp: torch.Tensor, mask: torch.Tensor | None, attn_mask_type: str) -> bool:
+        b, heads, sq, sk = inp.shape
+        fits = 16 < sk < 16384 and sk % 8 == 0 and sq > 1 and sq % 4 == 0 and b * heads % 4 == 0
+        if not (fits and inp.dtype in _HALVES and env.now().fused_softmax):
+            return False
+        if "causal" in attn_mask_type and ("bottom_right" in attn_mask_type or sq != sk):
+            return False
+        return mask is None or (mask.ndim == 4 and mask.shape[0] in (1, b) and tuple(mask.shape[1:]) == (1, sq, sk))
 
 
 # ---------------------------------------------------------------------------------------------- operators

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from te_core.attention import DIMENSIONS, Sizes
+from te_core.errors import UnsupportedError
 from te_torch.attention import choose, exported, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import in_front, returned, sums_of
@@ -106,7 +107,7 @@ def standing_in(key: Key, sizes: Sizes) -> Key:
         q, kv = _power_above(key.max_q), _power_above(key.max_kv)
     else:
         q, kv = _number(sizes.sq, _QUERIES), _number(sizes.skv, _KEYS)
-        if _is_banded(key) or _mask_is_read(key):
+        if "causal" in key.mask_type or key.window is not None or _mask_is_read(key):
             kv = q if sizes.sq == sizes.skv else kv if q != kv else kv + 1
     whole = (batch, sizes.heads, q, kv)
     mask, bias, cu, slopes = key.mask, key.bias, key.cu, key.slopes
@@ -153,10 +154,6 @@ def _standing(fact: Fact, form: str, batch: int, tokens: int) -> Fact:
 def _spread(shape: tuple[int, ...], whole: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of what broadcasts to the whole."""
     return tuple([_number(n, full) for n, full in zip(shape, whole[len(whole) - len(shape) :], strict=True)])
-
-
-def _is_banded(key: Key) -> bool:
-    return "causal" in key.mask_type or key.window is not None
 
 
 def _mask_is_read(key: Key) -> bool:
@@ -243,7 +240,12 @@ def _trace_plan(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: 
     number, handed, output, high_backward = asked
     if plan.backend != choose.FUSED or eager:
         if torch.compiler.is_exporting() and (plan.key.fp8 or plan.backend == choose.FUSED):
-            raise exported.not_traced(plan.backend)
+            raise UnsupportedError(
+                "torch.export",
+                f"attention that {plan.backend} computes outside of compiled graphs",
+                "attention without score_mod, checkpoint_core_attention and an inspector",
+                "export without them",
+            )
         return ("", "")
     if not plan.key.fp8:
         return (plan.backend, key_of(plan.call), *plan.prepare)

@@ -25,11 +25,10 @@ import torch
 from te_core import cache
 from te_core.errors import ArgumentError
 from te_torch.attention import choose, env
-from te_torch.attention.dot_product import DotProductAttention
+from te_torch.attention.dot_product import RUN, DotProductAttention, ready
 from te_torch.attention.inputs import Given, layer_inputs
 from te_torch.attention.masks import get_full_cu_seqlens
 from te_torch.attention.plan import Key, make_plan
-from te_torch.attention.running import RUN, ready
 from te_torch.runtime import default_device
 
 HEADS, GROUPS = 16, 4

@@ -26,7 +26,7 @@ from te_torch.runtime import amp_dtype, no_memory
 def run(
     plan: Plan, inputs: AttentionInputs, low: Any = None, functions: Functions | None = None, sizes: Sizes | None = None
 ) -> Results:
-    """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P, and dS, as FP8 holds them.
+    """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P and dS as FP8 holds them.
 
     A function of the scores that gives -inf hides that pair, as a mask does. `sizes`: the inputs' where a compiler lets
     them vary, and the plan has numbers in their place.
@@ -60,7 +60,7 @@ def _attend(plan: Plan, size: Sizes, inputs: AttentionInputs, low: Any, function
     values = v.transpose(1, 2).reshape(heads, size.skv, size.d_v)
     weights, largest = _weights(plan, size, (together, keys), inputs, low, functions)
     if low is not None:
-        weights = low.weights(weights)
+        weights = low("weights", weights)
     if spec.dropout:
         weights = bias_dropout_add(weights, None, None, spec.dropout, True, inputs.rng)
     out = torch.bmm(weights.reshape(heads, times * size.sq, size.skv), values)
@@ -91,7 +91,7 @@ def _weights(
     scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0.0, alpha=scale / divide)
     scores = scores.view(size.batch, size.heads, size.sq, size.skv)
     if low is not None:
-        scores = low.scores(scores) * spec.scale
+        scores = low("scores", scores) * spec.scale
     if spec.softcap:
         cap = spec.softcap / divide
         scores = (cap * torch.tanh(scores.float() / cap)).to(scores.dtype)

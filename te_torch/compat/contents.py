@@ -37,7 +37,6 @@ from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, 
 from te_torch.tensors import utils as _tensor_utils
 from te_torch.training import checkpoint as _checkpoint
 from te_torch.training import collectives as _collectives
-from te_torch.training import distributed as _distributed
 from te_torch.training import export as _export
 from te_torch.training import fsdp as _fsdp
 from te_torch.training import offload as _offload
@@ -217,8 +216,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.custom_recipes.quantizer_factory_zoo": _ending(quantizer_factory_zoo, "_factory"),
     "pytorch.distributed": _of(_checkpoint, _RECOMPUTE)
     | _of(_rng, _RNG)
-    | _of(_distributed, _RANKS)
-    | _of(_collectives, _COLLECTIVES)
+    | _of(_collectives, _RANKS + _COLLECTIVES)
     | _of(_fsdp, _FSDP)
     | {"checkpoint": te_torch.checkpoint},
     "pytorch.graph": _of(_graphs, _GRAPHS),

@@ -129,7 +129,8 @@ class _Run:
 
     def __call__(self, *args: Any) -> Any:
         again, self.ran = self.ran, True
-        before, region = active.running, active.region
+        region, recomputing = active.region, active.recomputing
+        before = active.running, region, active.checkpointed, recomputing
         if again:
             active.running = Running([], Rerun(self.first.reads))
             if self.knows:
@@ -138,11 +139,12 @@ class _Run:
         else:
             active.running = Running(*self.around)
             del self.around
+        active.checkpointed, active.recomputing = True, again or recomputing
         try:
-            with _phase(again or active.recomputing), self.contexts[again]:
+            with self.contexts[again]:
                 return self.function(*args)
         finally:
-            active.running, active.region = before, region
+            active.running, active.region, active.checkpointed, active.recomputing = before
 
 
 stops.add(_Run.__call__.__code__)
@@ -158,11 +160,10 @@ def _run_again(then: Region | None, now: Region | None) -> Region:
 
 def _is_older_form(args: tuple[Any, ...]) -> bool:
     """(bool, callable, group or None, argument, ...): the documented older order."""
-    return len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and (args[2] is None or _is_group(args[2]))
-
-
-def _is_group(value: Any) -> bool:
-    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
+    if len(args) <= 3 or not isinstance(args[0], bool) or not callable(args[1]):
+        return False
+    group = args[2]
+    return group is None or (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup))
 
 
 def _distributes(group: Any, reentrant: bool) -> bool:
@@ -230,22 +231,6 @@ def has_te_modules(network: Any) -> bool:
 # --------------------------------------------------------------------------------- phases, for whoever builds his own
 
 _reentrant = True  # what the last checkpoint was
-
-
-class _phase:  # noqa: N801  a context, as the public ones
-    """Inside is what a checkpoint runs: the first time, or again."""
-
-    __slots__ = ("again", "before")
-
-    def __init__(self, again: bool) -> None:
-        self.again = again
-
-    def __enter__(self) -> None:
-        self.before = active.checkpointed, active.recomputing
-        active.checkpointed, active.recomputing = True, self.again
-
-    def __exit__(self, *exc: object) -> None:
-        active.checkpointed, active.recomputing = self.before
 
 
 class activation_recompute_forward(ContextDecorator):  # noqa: N801  the documented name

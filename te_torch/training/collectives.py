@@ -1,10 +1,13 @@
-"""The collectives of the documented `distributed` module: of plain tensors, and the bytes of quantized ones."""
+"""The documented `distributed` module: ranks, the marks and beginnings of parallel weights, and collectives.
+
+These move plain tensors, and the bytes of quantized ones.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -15,9 +18,48 @@ import torch.distributed as dist
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.spelling import choice_error
 from te_torch.exchange import all_gather, all_reduce, reduce_scatter, telling
+from te_torch.forks import fork_of
 from te_torch.tensors import Float8CurrentScalingQuantizer, NVFP4Quantizer, QuantizedTensorStorage, Quantizer
 from te_torch.tensors.gathering import Gathering, can_gather, missing_of, usages_of
-from te_torch.training.distributed import get_distributed_rank, get_distributed_world_size
+
+
+def get_distributed_world_size(group: Any = None) -> int:
+    """How many ranks a group has (None: all); 1 where torch.distributed is not initialized."""
+    return torch.distributed.get_world_size(group) if _initialized() else 1
+
+
+def get_distributed_rank(group: Any = None) -> int:
+    """This process's rank in a group (None: among all); 0 where torch.distributed is not initialized."""
+    return torch.distributed.get_rank(group) if _initialized() else 0
+
+
+def _initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+    """Tell trainers whether, and along which side, tensor parallelism cuts this parameter."""
+    marked: Any = tensor
+    marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = is_parallel, dim, stride
+
+
+def initialize_affine_weight_gpu(
+    weight: torch.Tensor,
+    init_method: Callable[[torch.Tensor], Any],
+    get_rng_state_tracker: Callable[[], Any] | None,
+    partition_dim: int = 0,
+    stride: int = 1,
+    set_tp_attributes: bool = True,
+) -> None:
+    """Fill this rank's piece of a weight, inside the tracker's fork if there is one."""
+    if set_tp_attributes:
+        set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    fork = fork_of(get_rng_state_tracker, None)
+    with torch.no_grad(), nullcontext() if fork is None else fork():
+        init_method(weight)
+
+
+# ---------------------------------------------------------------------------------------- collectives
 
 
 def allreduce(inp: torch.Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[torch.Tensor, Any]:
@@ -67,8 +109,7 @@ def gather_along_first_dim(
     operation, ranks = "gather_along_first_dim", get_distributed_world_size(process_group)
     quantized = isinstance(inp, QuantizedTensorStorage)
     if ranks == 1:
-        made = inp if quantized or quantizer is None else quantizer(inp)
-        return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
+        return _into(output_tensor, inp if quantized or quantizer is None else quantizer(inp)), None
     if quantizer is None and not quantized:
         return _gather_plain(inp, process_group, async_op and not external_coalescing, output_tensor)
     if external_coalescing:
@@ -81,16 +122,14 @@ def gather_along_first_dim(
     local = inp if quantized else _quantized_shard(inp, quantizer, process_group)
     if local is None:
         values, _ = _gather_plain(inp, process_group, False, None)
-        made = quantizer(values)  # type: ignore[misc]
-        return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
+        return _into(output_tensor, quantizer(values)), None  # type: ignore[misc]
     usages = usages_of(quantizer, local)
     _check_shard(operation, local, usages)
     gathering = Gathering(operation, local, process_group, usages)
     if async_op and output_tensor is None:
         return gathering.result, gathering
     gathering.wait()
-    made = gathering.result
-    return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
+    return _into(output_tensor, gathering.result), None
 
 
 def _gather_plain(inp: torch.Tensor, group: Any, async_op: bool, output: Any) -> tuple[torch.Tensor, Any]:
@@ -156,7 +195,9 @@ def _check_shard(operation: str, local: Any, usages: dict[str, bool]) -> None:
 
 
 def _into(output: Any, made: Any) -> Any:
-    """Write a result into the caller's tensor."""
+    """The result, in the caller's tensor if there is one."""
+    if output is None:
+        return made
     if isinstance(output, QuantizedTensorStorage) and isinstance(made, QuantizedTensorStorage):
         output.copy_from_storage(made)
         return output

@@ -88,7 +88,7 @@ def parallel_cross_entropy(
     comm = _communicator(op, dist_process_group, "dist_process_group")
     terms = _terms(op, inp.shape[-1], comm, ignore_idx, label_smoothing, 0.0)
     goal = _target(op, target, inp, terms)
-    loss = _Logits.apply(inp, goal, _OfLogits(terms, "mean of some" if reduce_loss else None, comm, in_place))
+    loss = _Logits.apply(inp, goal, terms, "mean of some" if reduce_loss else None, comm, in_place)
     return loss if reduce_loss else loss.view(inp.shape[:-1])
 
 
@@ -145,51 +145,44 @@ def linear_cross_entropy(
 _FLOAT = TO_CORE[torch.float32]
 
 
-class _OfLogits(NamedTuple):
-    """What a call depends on besides its tensors."""
-
-    terms: LossTerms
-    total: str | None  # None: the loss of each row
-    comm: Communicator | None
-    in_place: bool
-
-
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, target: torch.Tensor, call: _OfLogits) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        target: torch.Tensor,
+        terms: LossTerms,
+        total: str | None,  # None: the loss of each row
+        comm: Communicator | None,
+        in_place: bool,
+    ) -> torch.Tensor:
         logits = inp.contiguous()
-        found = core.logits_forward(
-            runtime_for(inp),
-            to_core(logits).matrix(),
-            to_core(target),
-            terms=call.terms,
-            total=call.total or "sum",
-            comm=call.comm,
-        )
+        matrix, goal = to_core(logits).matrix(), to_core(target)
+        found = core.logits_forward(runtime_for(inp), matrix, goal, terms=terms, total=total or "sum", comm=comm)
         kept = to_torch(found.facts)
         ctx.save_for_backward(logits, target, kept)
-        ctx.call = call
-        return to_torch(found.losses) if call.total is None else kept[-1, :1].clone()
+        ctx.terms, ctx.total, ctx.comm, ctx.in_place = terms, total, comm, in_place
+        return to_torch(found.losses) if total is None else kept[-1, :1].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
             refuse_double_backward()
-        (logits, target, kept), call = ctx.saved_tensors, ctx.call
+        logits, target, kept = ctx.saved_tensors
         matrix = to_core(logits).matrix()
         made = core.logits_backward(
             runtime_for(logits),
             matrix,
             to_core(target),
             to_core(kept),
-            terms=call.terms,
-            grad=_dense(grad if call.total is None else grad * kept[-1, 1:2]),
-            out=matrix if call.in_place else None,
-            comm=call.comm,
+            terms=ctx.terms,
+            grad=_dense(grad if ctx.total is None else grad * kept[-1, 1:2]),
+            out=matrix if ctx.in_place else None,
+            comm=ctx.comm,
         )
-        if call.in_place:
+        if ctx.in_place:
             torch.autograd.graph.increment_version(logits)
-        return to_torch(made).view(logits.shape), None, None
+        return to_torch(made).view(logits.shape), None, None, None, None, None
 
 
 class _OfHead(NamedTuple):

@@ -49,9 +49,6 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
 def assert_warmed_up(module: torch.nn.Module) -> None:
     """Raise (an AssertionError) if the module, or one of its modules, has never run."""
     for child in module.modules():
-        if isinstance(child, CallingModule) and not _has_run(child):
-            raise not_warmed_up(f"{type(child).__name__}{within(child)}")
-
-
-def _has_run(module: Any) -> bool:
-    return module._last is not None or any(getattr(module, name, None) for name in ("fp8_state", "_last_plan"))
+        if isinstance(child, CallingModule) and child._last is None:
+            if not any(getattr(child, name, None) for name in ("fp8_state", "_last_plan")):
+                raise not_warmed_up(f"{type(child).__name__}{within(child)}")

@@ -98,20 +98,17 @@ def _prepared() -> Any:
     with _preparing:  # one class for all threads
         kept = vars(FullyShardedDataParallel)
         if "made" not in kept:
-            kept["made"] = _made()
+
+            class Prepared(_wrapper()):  # type: ignore[misc]
+                """torch's FullyShardedDataParallel, whose modules are prepared."""
+
+                def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+                    super().__init__(module, *args, **kwargs)
+                    prepare_te_modules_for_fsdp(self)
+
+            Prepared.__name__ = Prepared.__qualname__ = FullyShardedDataParallel.__name__
+            kept["made"] = Prepared
         return kept["made"]
-
-
-def _made() -> Any:
-    class Prepared(_wrapper()):  # type: ignore[misc]
-        """torch's FullyShardedDataParallel, whose modules are prepared."""
-
-        def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            super().__init__(module, *args, **kwargs)
-            prepare_te_modules_for_fsdp(self)
-
-    Prepared.__name__ = Prepared.__qualname__ = FullyShardedDataParallel.__name__
-    return Prepared
 
 
 def _wrapper() -> Any:

@@ -59,10 +59,20 @@ def moe_permute(
         row_map, starts = by.mask_map(routing)
         out, _ = by.permute(op, inp, row_map, starts, rows=rows)
         return out, row_map
-    experts = _expert_ids(op, routing_map)
-    rows = _rows_of_index(by, op, num_out_tokens, experts)
-    row_map = by.index_map(experts, rows)
-    out, _ = by.permute(op, inp, row_map, rows=rows, fill=by.exceeds(rows, experts.shape[0] * experts.shape[1]))
+    if routing_map.dtype not in _INTEGERS:
+        got = f"a routing_map of {routing_map.dtype} with map_type='index'"
+        raise ArgumentError(op, got, "expert ids, int32", "pass the ids, or map_type='mask'")
+    if routing_map.dtype != torch.int32:
+        warn(f"{op}: routing_map is {routing_map.dtype}; made int32", UserWarning, 2)
+        routing_map = routing_map.int()
+    entries = routing_map.shape[0] * routing_map.shape[1]
+    rows = 0 if num_out_tokens is None else by.number(op, "num_out_tokens", num_out_tokens)
+    if rows in (-1, 0):
+        rows = entries
+    elif rows < 0:
+        raise AssertionError(f"{op}: num_out_tokens={rows}; pass the rows of the result, or 0 to drop nothing")
+    row_map = by.index_map(routing_map, rows)
+    out, _ = by.permute(op, inp, row_map, rows=rows, fill=by.exceeds(rows, entries))
     return out, row_map
 
 
@@ -108,9 +118,16 @@ def moe_permute_and_pad_with_probs(
     if align_size <= 0:
         raise ArgumentError(op, f"align_size={align_size}", "a positive number", "pass what the recipe needs, 16 or 32")
     _check_tensors(op, inp=inp, probs=probs, routing_map=routing_map)
-    targets, offsets, rows = _padding(by, op, torch.as_tensor(tokens_per_expert), align_size, routing_map)
-    if offsets is not None:
-        offsets = offsets.to(inp.device)
+    counts, experts = torch.as_tensor(tokens_per_expert), routing_map.shape[-1]
+    if tuple(counts.shape) != (experts,) or counts.dtype not in _INTEGERS:
+        got = f"tokens_per_expert {counts.dtype} {tuple(counts.shape)}"
+        raise ArgumentError(op, got, f"{experts} whole numbers, one an expert", "correct tokens_per_expert")
+    counts = counts.to(torch.int64)
+    targets = torch.div(counts + (align_size - 1), align_size, rounding_mode="floor") * align_size
+    both = torch.stack((targets, targets - counts))
+    ends = both.cumsum(1)
+    rows, inserted = by.sums(op, ends[:, -1], counts, routing_map) if experts else (0, 0)
+    offsets = (ends[1] - both[1]).to(inp.device) if inserted else None  # what is inserted before each expert
     if by.is_empty(inp):
         return inp.clone(), _no_probs(probs), _empty_map(inp), offsets, targets
     _check_tokens(op, inp, routing_map=routing_map, probs=probs)
@@ -158,7 +175,24 @@ def moe_unpermute(
     _check_matrix(op, "inp", inp)
     _check_devices(op, inp, row_id_map=row_id_map, merging_probs=merging_probs, pad_offsets=pad_offsets)
     if map_type == "mask":
-        return _unpermute_by_mask(by, op, inp, row_id_map, merging_probs, restore_shape, pad_offsets)
+        if row_id_map.ndim != 2 or row_id_map.shape[1] % 2 == 0:
+            got = f"row_id_map {tuple(row_id_map.shape)} with map_type='mask'"
+            raise ArgumentError(op, got, "what moe_permute returned for a mask", "pass that map, or map_type='index'")
+        tokens, experts = row_id_map.shape[0], (row_id_map.shape[1] - 1) // 2
+        if merging_probs is not None and tuple(merging_probs.shape) != (tokens, experts):
+            got = f"merging_probs {tuple(merging_probs.shape)}"
+            raise ArgumentError(
+                op, got, f"[{tokens}, {experts}], tokens and experts of the map", "correct merging_probs"
+            )
+        if restore_shape is not None:
+            if prod(restore_shape) != tokens * inp.shape[1] or restore_shape[-1] != inp.shape[1]:
+                got = f"restore_shape={tuple(restore_shape)} for {tokens} tokens of {inp.shape[1]}"
+                raise ArgumentError(op, got, f"({tokens}, {inp.shape[1]}), those of the map", "correct restore_shape")
+        if pad_offsets is not None and pad_offsets.dtype != torch.int64:
+            pad_offsets = pad_offsets.to(torch.int64)
+        weights = None if merging_probs is None else in_core(merging_probs)
+        out = by.unpermute(inp, row_id_map, weights, pad_offsets, tokens)
+        return out if restore_shape is None or len(restore_shape) == 2 else out.view(*restore_shape)
     if pad_offsets is not None:
         raise ArgumentError(op, "pad_offsets with map_type='index'", "a mask's map", "leave pad_offsets out")
     tokens = row_id_map.numel()
@@ -205,47 +239,6 @@ def moe_sort_chunks_by_index_with_probs(
 # ------------------------------------------------------------------------------------------------- helpers
 
 
-def _unpermute_by_mask(
-    by: Moves,
-    op: str,
-    inp: torch.Tensor,
-    row_map: torch.Tensor,
-    weights: torch.Tensor | None,
-    shape: Sequence[int] | None,
-    pad_offsets: torch.Tensor | None,
-) -> torch.Tensor:
-    if row_map.ndim != 2 or row_map.shape[1] % 2 == 0:
-        got = f"row_id_map {tuple(row_map.shape)} with map_type='mask'"
-        raise ArgumentError(op, got, "what moe_permute returned for a mask", "pass that map, or map_type='index'")
-    tokens, experts = row_map.shape[0], (row_map.shape[1] - 1) // 2
-    if weights is not None and tuple(weights.shape) != (tokens, experts):
-        got = f"merging_probs {tuple(weights.shape)}"
-        raise ArgumentError(op, got, f"[{tokens}, {experts}], tokens and experts of the map", "correct merging_probs")
-    if shape is not None and (prod(shape) != tokens * inp.shape[1] or shape[-1] != inp.shape[1]):
-        got = f"restore_shape={tuple(shape)} for {tokens} tokens of {inp.shape[1]}"
-        raise ArgumentError(op, got, f"({tokens}, {inp.shape[1]}), those of the map", "correct restore_shape")
-    if pad_offsets is not None and pad_offsets.dtype != torch.int64:
-        pad_offsets = pad_offsets.to(torch.int64)
-    out = by.unpermute(inp, row_map, None if weights is None else in_core(weights), pad_offsets, tokens)
-    return out if shape is None or len(shape) == 2 else out.view(*shape)
-
-
-def _padding(
-    by: Moves, op: str, counts: torch.Tensor, align: int, routing_map: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """(rows of each expert, what is inserted before each or None, rows in all)."""
-    experts = routing_map.shape[-1]
-    if tuple(counts.shape) != (experts,) or counts.dtype not in _INTEGERS:
-        got = f"tokens_per_expert {counts.dtype} {tuple(counts.shape)}"
-        raise ArgumentError(op, got, f"{experts} whole numbers, one an expert", "correct tokens_per_expert")
-    counts = counts.to(torch.int64)
-    targets = torch.div(counts + (align - 1), align, rounding_mode="floor") * align
-    both = torch.stack((targets, targets - counts))
-    ends = both.cumsum(1)
-    rows, inserted = by.sums(op, ends[:, -1], counts, routing_map) if experts else (0, 0)
-    return targets, (ends[1] - both[1] if inserted else None), rows
-
-
 def _chunk_map(
     by: Moves, op: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> torch.Tensor:
@@ -269,16 +262,6 @@ def _mask(op: str, routing_map: torch.Tensor) -> torch.Tensor:
     return routing_map.int()
 
 
-def _expert_ids(op: str, routing_map: torch.Tensor) -> torch.Tensor:
-    if routing_map.dtype == torch.int32:
-        return routing_map
-    if routing_map.dtype not in _INTEGERS:
-        got = f"a routing_map of {routing_map.dtype} with map_type='index'"
-        raise ArgumentError(op, got, "expert ids, int32", "pass the ids, or map_type='mask'")
-    warn(f"{op}: routing_map is {routing_map.dtype}; made int32", UserWarning, 3)
-    return routing_map.int()
-
-
 def _rows_of_mask(by: Moves, op: str, wanted: Any, routing: torch.Tensor) -> int:
     """The rows of the result."""
     rows = -1 if wanted is None else by.number(op, "num_out_tokens", wanted)
@@ -286,15 +269,6 @@ def _rows_of_mask(by: Moves, op: str, wanted: Any, routing: torch.Tensor) -> int
         return by.count(op, routing)
     if rows <= 0:
         raise AssertionError(f"{op}: num_out_tokens={rows}; pass the rows of the result, or -1 to drop nothing")
-    return rows
-
-
-def _rows_of_index(by: Moves, op: str, wanted: Any, experts: torch.Tensor) -> int:
-    rows = 0 if wanted is None else by.number(op, "num_out_tokens", wanted)
-    if rows in (-1, 0):
-        return experts.shape[0] * experts.shape[1]
-    if rows < 0:
-        raise AssertionError(f"{op}: num_out_tokens={rows}; pass the rows of the result, or 0 to drop nothing")
     return rows
 
 

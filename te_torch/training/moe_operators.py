@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +17,13 @@ import torch
 from te_core import dtypes
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
+from te_core.quantized import up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-from te_torch.quantized import QuantizedTorch
+from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import FLOATS, check_dtype, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
-from te_torch.training.moe_quantized import permute_quantized
+from te_torch.tensors import kinds
+from te_torch.tensors.buffers import Buffers
 from te_torch.values import integer
 
 Maybe = torch.Tensor | None
@@ -83,6 +85,59 @@ def _permute_backward(
     return to_torch(dx), _torch(d_probs, grad)
 
 
+def permute_quantized(
+    operation: str,
+    tokens: Any,
+    row_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    pad_offsets: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    rows: int,
+) -> tuple[Any, Any]:
+    """`te_core.ops.permute` of a tensor in FP8: (the rows in its class, their probabilities or None).
+
+    Rows are moved as they are: codes and scales, the rowwise copy.
+    Rows that no token goes to, and those of probability 0, are codes of 0.
+    """
+    form = getattr(tokens, "_format", None)
+    if form is None or form.scaling not in ("tensor", "block", "mxfp8") or form.tiled:
+        raise ArgumentError(
+            operation,
+            f"Unsupported FP8 recipe: a {type(tokens).__name__}",
+            "Float8Tensor, Float8BlockwiseQTensor with 1x128 pieces, MXFP8Tensor",
+            "dequantize() the tokens first",
+        )
+    q, scale = core_of(tokens), tokens._buffers.row_scale
+    if q.rowwise is None or scale is None:
+        raise ArgumentError(
+            operation, "tokens without a rowwise copy", "one along the rows", "quantize with rowwise=True"
+        )
+    rt, count = runtime_for(scale), q.shape[0]
+    codes = q.rowwise.rows(0, count).view_as(dtypes.uint8)  # the rows that hold tokens, as bytes
+    given = (row_map, probs, pad_offsets, starts)
+    to, p, pad, first = (None if t is None else to_core(t.contiguous()) for t in given)
+    assert to is not None
+    stored = up(rows, form.pad)
+    data, row_probs = ops.permute(rt, codes, to, rows=stored, probs=p, pad_offsets=pad, starts=first)
+
+    def moved(scales: torch.Tensor, count: int) -> torch.Tensor:
+        out, _ = ops.permute(rt, to_core(scales.contiguous()), to, rows=count, pad_offsets=pad, starts=first)
+        return to_torch(out)
+
+    if form.scaling == "block":  # a column a token
+        scale = moved(scale[:, :count].t(), stored).t().contiguous()
+    elif form.scaling == "mxfp8":
+        scale = moved(scale[:count], up(rows, 128))
+    quantizer = tokens._quantizer
+    if quantizer is not None:
+        quantizer = quantizer.copy()
+        quantizer.set_usage(rowwise=True, columnwise=False)
+    made = kinds.of_class(type(tokens)).tensor._of(
+        (rows, tokens.shape[-1]), tokens.dtype, form, Buffers(to_torch(data), scale), quantizer, tokens._options
+    )
+    return made, None if row_probs is None else to_torch(row_probs)[:rows]
+
+
 def _unpermute(
     inp: torch.Tensor, row_map: torch.Tensor, weights: Maybe, pad_offsets: Maybe, tokens: int
 ) -> torch.Tensor:
@@ -104,18 +159,8 @@ def _unpermute_backward(
 
 def _mask_map_shapes(routing: torch.Tensor) -> Pair:
     tokens, experts = routing.shape
-    return (
-        routing.new_empty((tokens, 2 * experts + 1), dtype=torch.int32),
-        routing.new_empty((experts + 1,), dtype=torch.int32),
-    )
-
-
-def _index_map_shapes(experts: torch.Tensor, rows: int) -> torch.Tensor:
-    return experts.new_empty((experts.shape[0] * experts.shape[1],), dtype=torch.int32)
-
-
-def _chunk_map_shapes(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
-    return sizes.new_empty((rows,), dtype=torch.int32)
+    row_map = routing.new_empty((tokens, 2 * experts + 1), dtype=torch.int32)
+    return row_map, routing.new_empty((experts + 1,), dtype=torch.int32)
 
 
 def _permute_shapes(inp: torch.Tensor, row_map: torch.Tensor, probs: Maybe, *others: Any) -> Pair:
@@ -124,56 +169,26 @@ def _permute_shapes(inp: torch.Tensor, row_map: torch.Tensor, probs: Maybe, *oth
     return out, inp.new_empty(0) if probs is None else probs.new_empty((rows,))
 
 
-def _permute_backward_shapes(
-    grad: torch.Tensor, row_map: torch.Tensor, probs: Maybe, grad_probs: Maybe, pad_offsets: Maybe, tokens: int
-) -> Pair:
+def _permute_backward_shapes(grad: torch.Tensor, row_map: torch.Tensor, probs: Maybe, *others: Any) -> Pair:
+    grad_probs, _, tokens = others
     dx = grad.new_empty((tokens, grad.shape[1]))
     return dx, grad.new_empty(0) if probs is None or grad_probs is None else probs.new_empty(probs.shape)
 
 
-def _unpermute_shapes(
-    inp: torch.Tensor, row_map: torch.Tensor, weights: Maybe, pad_offsets: Maybe, tokens: int
-) -> torch.Tensor:
-    return inp.new_empty((tokens, inp.shape[1]))
-
-
-def _unpermute_backward_shapes(
-    grad: torch.Tensor, inp: torch.Tensor, row_map: torch.Tensor, weights: torch.Tensor, pad_offsets: Maybe
-) -> Pair:
-    return inp.new_empty(inp.shape), weights.new_empty(weights.shape)
-
-
-class _Operator(NamedTuple):
-    run: Callable[..., Any]
-    shapes: Callable[..., Any]
-    schema: str
-
-
-_OPERATORS = {
-    "mask_map": _Operator(mask_map, _mask_map_shapes, "(Tensor routing) -> (Tensor, Tensor)"),
-    "index_map": _Operator(index_map, _index_map_shapes, "(Tensor experts, SymInt rows) -> Tensor"),
-    "chunk_map": _Operator(chunk_map, _chunk_map_shapes, "(Tensor sizes, Tensor order, SymInt rows) -> Tensor"),
-    "permute": _Operator(
-        _permute,
-        _permute_shapes,
-        "(Tensor inp, Tensor row_map, Tensor? probs, Tensor? pad_offsets, Tensor? starts, SymInt rows, bool fill_rows)"
-        " -> (Tensor, Tensor)",
+#: By name: what runs, whose annotations are the operator's schema, and what gives its shapes.
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "mask_map": (mask_map, _mask_map_shapes),
+    "index_map": (
+        index_map,
+        lambda experts, rows: experts.new_empty((experts.shape[0] * experts.shape[1],), dtype=torch.int32),
     ),
-    "permute_backward": _Operator(
-        _permute_backward,
-        _permute_backward_shapes,
-        "(Tensor grad, Tensor row_map, Tensor? probs, Tensor? grad_probs, Tensor? pad_offsets, SymInt tokens)"
-        " -> (Tensor, Tensor)",
-    ),
-    "unpermute": _Operator(
-        _unpermute,
-        _unpermute_shapes,
-        "(Tensor inp, Tensor row_map, Tensor? weights, Tensor? pad_offsets, SymInt tokens) -> Tensor",
-    ),
-    "unpermute_backward": _Operator(
+    "chunk_map": (chunk_map, lambda sizes, order, rows: sizes.new_empty((rows,), dtype=torch.int32)),
+    "permute": (_permute, _permute_shapes),
+    "permute_backward": (_permute_backward, _permute_backward_shapes),
+    "unpermute": (_unpermute, lambda inp, *others: inp.new_empty((others[-1], inp.shape[1]))),
+    "unpermute_backward": (
         _unpermute_backward,
-        _unpermute_backward_shapes,
-        "(Tensor grad, Tensor inp, Tensor row_map, Tensor weights, Tensor? pad_offsets) -> (Tensor, Tensor)",
+        lambda grad, inp, row_map, weights, pad: (inp.new_empty(inp.shape), weights.new_empty(weights.shape)),
     ),
 }
 
@@ -183,7 +198,7 @@ def _operator(name: str, *args: Any) -> Any:
 
 
 def _direct(name: str, *args: Any) -> Any:
-    return _OPERATORS[name].run(*args)
+    return _OPERATORS[name][0](*args)
 
 
 # --------------------------------------------------------------------------------------------- derivatives
@@ -312,10 +327,10 @@ def _refuse_double_backward() -> None:
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 
 
-for _name, _given in _OPERATORS.items():
-    _library.define(f"moe_{_name}{_given.schema}")
-    _library.impl(f"moe_{_name}", _given.run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"te_runtime::moe_{_name}", _given.shapes, lib=_library)
+for _name, (_run, _shapes) in _OPERATORS.items():
+    _library.define(f"moe_{_name}{torch.library.infer_schema(_run, mutates_args=())}")
+    _library.impl(f"moe_{_name}", _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"te_runtime::moe_{_name}", _shapes, lib=_library)
 
 torch.library.register_autograd(
     "te_runtime::moe_permute",

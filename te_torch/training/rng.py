@@ -122,7 +122,12 @@ class CudaRNGStatesTracker:
             yield
         except RuntimeError as error:
             if "not in capture mode" in str(error) and not isinstance(error, UnsupportedError):
-                raise _unregistered(type(self).__name__) from error
+                raise UnsupportedError(
+                    f"{type(self).__name__}.fork",
+                    "a capture by a CUDA graph that does not know this stream",
+                    "streams that are registered with the graph before its capture",
+                    "call graph.register_generator_state(state) for each of get_all_rng_states().values()",
+                ) from error
             raise
         finally:
             default.graphsafe_set_state(before)
@@ -168,22 +173,16 @@ class CudaRNGStatesTracker:
         try:
             generator.set_state(numbers)
         except (TypeError, RuntimeError) as error:
+            shown = repr(state)[:100]
+            if isinstance(state, torch.Tensor):
+                shown = f"{state.dtype} {tuple(state.shape)}"
             raise ArgumentError(
                 operation,
-                f"the stream {name!r} as {_shown(state)} ({str(error).splitlines()[0]})",
+                f"the stream {name!r} as {shown} ({str(error).splitlines()[0]})",
                 f"a torch.Generator, or the numbers of one in a tensor of uint8, of {place}",
                 "pass what get_states() of a tracker of this kind of device gave",
             ) from error
         return generator if _holds_generators(place) else numbers
-
-
-def _unregistered(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name}.fork",
-        "a capture by a CUDA graph that does not know this stream",
-        "streams that are registered with the graph before its capture",
-        "call graph.register_generator_state(state) for each of get_all_rng_states().values()",
-    )
 
 
 def graph_safe_rng_available() -> bool:
@@ -211,10 +210,6 @@ def set_all_rng_states(states: Mapping[str, State]) -> None:
                 "set_all_rng_states", f"the name {name!r}", f"names of streams: {known}", "add them to a tracker first"
             )
         owner.states_[name] = owner._in_own_form("set_all_rng_states", name, state)
-
-
-def _shown(state: Any) -> str:
-    return f"{state.dtype} {tuple(state.shape)}" if isinstance(state, torch.Tensor) else repr(state)[:100]
 
 
 def _holds_generators(device: torch.device) -> bool:

@@ -7,8 +7,10 @@ y  = x2 + drop_path(dropout(mlp(norm(x2)) + bias))
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from inspect import signature
+from typing import Any
 
 import torch
 
@@ -27,7 +29,7 @@ from te_torch.base.parallel import compare_options
 from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.base.unit import Unit
 from te_torch.draws import random_pair
-from te_torch.forks import fork_of
+from te_torch.forks import Fork, fork_of, uniform, uniform_in
 from te_torch.module_names import next_name, shown, warn_ignored
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
@@ -35,8 +37,7 @@ from te_torch.noting import noting
 from te_torch.parallel.overlap import Flags, flags_of
 from te_torch.runtime import amp_cast
 from te_torch.surroundings import dispatch_modes
-from te_torch.transformer.drop_path import DropPath
-from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes
+from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, for_part, head_sizes, tell_parts
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -45,69 +46,36 @@ _IGNORED = (
     "layer_type='decoder' to the constructor"
 )
 _LATE = "apply_residual_connection_post_layernorm"
-#: Options that go on as they are: to all parts, and to the attentions.
-_SHARED = (
-    "bias",
-    "normalization",
-    "zero_centered_gamma",
-    "init_method",
-    "output_layer_init_method",
-    "get_rng_state_tracker",
-    "fuse_wgrad_accumulation",
-    "params_dtype",
-    "device",
-    "tp_group",
-    "tp_size",
-    "sequence_parallel",
-    "set_parallel_mode",
-)
-_ATTENTION = (
-    "kv_channels",
-    "attention_dropout",
-    "layernorm_epsilon",
-    "layer_number",
-    "num_gqa_groups",
-    "fuse_qkv_params",
-    "qkv_weight_interleaved",
-    "rotary_pos_interleaved",
-    "qk_norm_type",
-    "qk_norm_eps",
-    "qk_norm_before_rope",
-    "softmax_type",
-)
-
+#: Options that a part has too, and does not get as they are.
+_OWN = {"self", "name", "window_size", "bottom_right_diagonal", "seq_length", "micro_batch_size", *Flags._fields}
 
 #: Which of forward's arguments behind the first are tensors, or two; and which of them are lengths.
 _TENSORS, _LENGTHS = (0, 4, 5, 12, 14, 15, 16, 17, 18, 19), (16, 17, 18, 19)
 
 
-class Arguments(NamedTuple):
-    """Forward's arguments behind the first, in their order."""
+class DropPath(torch.nn.Module):
+    """Zeroes whole samples (of the first dimension) with probability drop_prob in training, and scales up the rest."""
 
-    attention_mask: Any
-    self_attn_mask_type: str | None
-    window_size: tuple[int, int] | None
-    bottom_right_diagonal: bool | None
-    encoder_output: torch.Tensor | None
-    enc_dec_attn_mask: Any
-    enc_dec_attn_mask_type: str | None
-    enc_dec_window_size: tuple[int, int] | None
-    enc_dec_bottom_right_diagonal: bool | None
-    is_first_microbatch: bool | None
-    checkpoint_core_attention: bool
-    inference_params: InferenceParams | None
-    rotary_pos_emb: Any
-    core_attention_bias_type: str
-    core_attention_bias: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_kv: torch.Tensor | None
-    cu_seqlens_q_padded: torch.Tensor | None
-    cu_seqlens_kv_padded: torch.Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_kv: int | None
-    fast_zero_fill: bool
-    pad_between_seqs: bool | None
+    def __init__(self, drop_prob: float = 0.0, fork: Fork | None = None) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+        self._fork = fork  # of an RNG tracker; None: torch's own generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x, each sample either 0 or x / (1 - drop_prob)."""
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        keep = 1.0 - self.drop_prob
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        subject = shape, x.device
+        numbers = uniform(subject) if self._fork is None else uniform_in(self._fork, *subject)
+        kept = numbers < keep
+        scaled = x / keep if keep else x  # a division by zero would leave its NaN in the gradient
+        return torch.where(kept, scaled, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        return f"drop_prob={self.drop_prob}"
 
 
 class TransformerLayer(Unit):
@@ -214,13 +182,11 @@ class TransformerLayer(Unit):
 
     def _add_parts(self, given: dict[str, Any], flags: dict[str, Any]) -> None:
         """The modules that the layer is made of, by what its constructor was given, and which GEMMs overlap."""
-        width, heads, late = given["hidden_size"], given["num_attention_heads"], given[_LATE]
-        shared = {name: given[name] for name in _SHARED} | flags
-        shared["return_bias"] = not self.parallel_attention_mlp  # else one residual step serves two branches
-        attention = {name: given[name] for name in _ATTENTION} | shared | {"qkv_format": given["attn_input_format"]}
+        late = given[_LATE]
+        # Parallel branches return no bias: one residual step serves both.
+        own = {"return_bias": not self.parallel_attention_mlp, **flags}
+        attention = for_part(MultiheadAttention, given, _OWN) | own | {"qkv_format": given["attn_input_format"]}
         self.self_attention = MultiheadAttention(
-            width,
-            heads,
             attn_mask_type=self.self_attn_mask_type,
             window_size=given["window_size"],
             bottom_right_diagonal=given["bottom_right_diagonal"],
@@ -231,8 +197,6 @@ class TransformerLayer(Unit):
         )
         if self.layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
-                width,
-                heads,
                 attn_mask_type=self.enc_dec_attn_mask_type,
                 window_size=given["enc_dec_window_size"],
                 bottom_right_diagonal=given["enc_dec_bottom_right_diagonal"],
@@ -243,18 +207,14 @@ class TransformerLayer(Unit):
                 **attention,
             )
         self.layernorm_mlp = LayerNormMLP(
-            width,
-            given["ffn_hidden_size"],
             eps=given["layernorm_epsilon"],
-            activation=given["activation"],
-            activation_params=given["activation_params"],
             return_layernorm_output=late,
             name=f"{self.name}.layernorm_mlp",
-            **shared,
+            **for_part(LayerNormMLP, given, _OWN) | own,
         )
         if self.output_layernorm:
             self.layernorm = _NORMS[given["normalization"]](
-                width,
+                self.hidden_size,
                 eps=given["layernorm_epsilon"],
                 zero_centered_gamma=given["zero_centered_gamma"],
                 dtype=given["params_dtype"],
@@ -274,11 +234,11 @@ class TransformerLayer(Unit):
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Set the group over which sequences are spread, in every attention."""
-        self._tell_all("set_context_parallel_group", cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        tell_parts(self, "set_context_parallel_group", cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def reset_fp8_meta_tensors(self) -> None:
         """Start the scales and histories of every part anew."""
-        self._tell_all("reset_fp8_meta_tensors")
+        tell_parts(self, "reset_fp8_meta_tensors")
 
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw()` has to be called after backward: a part puts its weight gradients off."""
@@ -291,11 +251,6 @@ class TransformerLayer(Unit):
 
     def _linears(self) -> list[BaseModule]:
         return [part for part in self.modules() if isinstance(part, BaseModule)]
-
-    def _tell_all(self, method: str, *arguments: Any) -> None:
-        for child in list(self.modules())[1:]:
-            if hasattr(child, method):
-                getattr(child, method)(*arguments)
 
     # -------------------------------------------------------------------------------------- forward
 
@@ -337,32 +292,13 @@ class TransformerLayer(Unit):
             window_size = window_of(operation, window_size)
         if enc_dec_window_size is not None:
             enc_dec_window_size = window_of(operation, enc_dec_window_size, "enc_dec_window_size")
-        given: tuple[Any, ...] = (
-            attention_mask,
-            self_attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            encoder_output,
-            enc_dec_attn_mask,
-            enc_dec_attn_mask_type,
-            enc_dec_window_size,
-            enc_dec_bottom_right_diagonal,
-            is_first_microbatch,
-            checkpoint_core_attention,
-            inference_params,
-            rotary_pos_emb,
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
-            max_seqlen_q,
-            max_seqlen_kv,
-            fast_zero_fill,
-            pad_between_seqs,
-        )
+        own = attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal
+        cross = encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type
+        band = enc_dec_window_size, enc_dec_bottom_right_diagonal
+        how = is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb
+        bias = core_attention_bias_type, core_attention_bias, alibi_slopes
+        lengths = cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv
+        given: tuple[Any, ...] = (*own, *cross, *band, *how, *bias, *lengths, fast_zero_fill, pad_between_seqs)
         if not self.one_node or offloading.active.context is not None or inference_params is not None:
             return self._run_parts(hidden_states, given)
         inputs, options = (hidden_states,), given
@@ -403,23 +339,38 @@ class TransformerLayer(Unit):
 
     def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         x, *tensors = inputs
-        given = [*options[: len(Arguments._fields)]]
+        given = [*options[: len(_Arguments._fields)]]
         for place, count in options[len(given)] if tensors else ():
             given[place], tensors = tensors[0] if count == 1 else tuple(tensors[:count]), tensors[count:]
         return self._run_parts(x, tuple(given))
 
     def _run_parts(self, hidden_states: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
         """The layer's output, part by part; `given`: forward's other arguments."""
-        g, operation = Arguments(*given), "TransformerLayer.forward"
+        g: Any = _Arguments(*given)
+        operation = "TransformerLayer.forward"
         mask_type, enc_dec_mask_type = (
             canonical_mask(operation, getattr(g, name) or getattr(self, name), name)
             for name in ("self_attn_mask_type", "enc_dec_attn_mask_type")
         )
         if g.attention_mask is not None or g.enc_dec_attn_mask is not None:
             _check_masks(operation, attention_mask=g.attention_mask, enc_dec_attn_mask=g.enc_dec_attn_mask)
-        if (self.layer_type == "decoder") == (g.encoder_output is None):
-            self._note_encoder_output(operation, g.encoder_output)
-        x = _begun(hidden_states, self._rows if g.inference_params is None else None)
+        if self.layer_type == "decoder" and g.encoder_output is None:
+            raise ArgumentError(
+                operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
+            )
+        if self.layer_type != "decoder" and g.encoder_output is not None:
+            warn_ignored(self, _IGNORED)
+        rows = self._rows if g.inference_params is None else None
+        if rows is not None and hidden_states.shape[0] > rows:
+            raise ArgumentError(
+                "TransformerLayer.forward",
+                f"hidden_states of shape {tuple(hidden_states.shape)} with sequence parallelism",
+                f"at most this rank's {rows} rows of the sequence (seq_length)",
+                "scatter the sequence over the ranks, or correct seq_length",
+            )
+        if (context := offloading.active.context) is not None:
+            context.transformer_layer_begins()
+        x = amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
         # Each part gets what it reads as a `Branch`: its norm forms the sum.
         attended = self._attend("self_attention", Branch(x), g, mask_type)
         mlp: Any = self._modules["layernorm_mlp"]  # Module.__getattr__ would cost a microsecond
@@ -434,7 +385,7 @@ class TransformerLayer(Unit):
         y = self._added(mlp(read, g.is_first_microbatch), self.drop_path).added()
         return self.layernorm(y) if self.output_layernorm else y
 
-    def _attend(self, name: str, read: Branch, g: Arguments, mask_type: str) -> Any:
+    def _attend(self, name: str, read: Branch, g: Any, mask_type: str) -> Any:
         """What self attention returns, or a decoder's cross attention, which looks at encoder_output."""
         part: Any = self._modules[name]
         own: tuple[Any, ...] = g.attention_mask, None, mask_type, g.window_size, g.bottom_right_diagonal
@@ -444,33 +395,11 @@ class TransformerLayer(Unit):
             own = g.enc_dec_attn_mask, g.encoder_output, mask_type, *windows
             keys = g.cu_seqlens_kv, g.cu_seqlens_kv_padded, g.max_seqlen_kv
         cu_kv, cu_kv_padded, max_kv = keys
-        return part(  # by place: keyword arguments, which a module's call packs anew twice, would cost 5 us
-            read,
-            *own,
-            g.is_first_microbatch,
-            g.checkpoint_core_attention,
-            g.inference_params,
-            g.rotary_pos_emb,
-            g.core_attention_bias_type,
-            g.core_attention_bias,
-            g.alibi_slopes,
-            g.cu_seqlens_q,
-            cu_kv,
-            g.cu_seqlens_q_padded,
-            cu_kv_padded,
-            g.max_seqlen_q,
-            max_kv,
-            g.fast_zero_fill,
-            g.pad_between_seqs,
-        )
-
-    def _note_encoder_output(self, operation: str, given: torch.Tensor | None) -> None:
-        """A decoder without encoder_output is an error; in another layer it changes nothing."""
-        if given is None:
-            raise ArgumentError(
-                operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
-            )
-        warn_ignored(self, _IGNORED)
+        how = g.is_first_microbatch, g.checkpoint_core_attention, g.inference_params, g.rotary_pos_emb
+        bias = g.core_attention_bias_type, g.core_attention_bias, g.alibi_slopes
+        lengths = g.cu_seqlens_q, cu_kv, g.cu_seqlens_q_padded, cu_kv_padded, g.max_seqlen_q, max_kv
+        # By place: keyword arguments, which a module's call packs anew twice, would cost 5 us.
+        return part(read, *own, *how, *bias, *lengths, g.fast_zero_fill, g.pad_between_seqs)
 
     def _added(self, returned: Any, drop_path: DropPath | None) -> Branch:
         """residual + drop_path(dropout(output + bias)) of what a part returned: output, bias[, norm output], stream.
@@ -496,19 +425,8 @@ class TransformerLayer(Unit):
         )
 
 
-def _begun(hidden_states: torch.Tensor, rows: int | None) -> torch.Tensor:
-    """What a layer that begins computes with, of at most so many `rows` where its constructor was told; an offload
-    context around it is told."""
-    if rows is not None and hidden_states.shape[0] > rows:
-        raise ArgumentError(
-            "TransformerLayer.forward",
-            f"hidden_states of shape {tuple(hidden_states.shape)} with sequence parallelism",
-            f"at most this rank's {rows} rows of the sequence (seq_length)",
-            "scatter the sequence over the ranks, or correct seq_length",
-        )
-    if (context := offloading.active.context) is not None:
-        context.transformer_layer_begins()
-    return amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
+#: Forward's arguments behind the first, in their order.
+_Arguments = namedtuple("_Arguments", [*signature(TransformerLayer.forward).parameters][2:])  # type: ignore[misc]
 
 
 def _check_masks(operation: str, **masks: Any) -> None:
@@ -520,10 +438,6 @@ def _check_masks(operation: str, **masks: Any) -> None:
 
 def _check_options(given: dict[str, Any]) -> None:
     """The options fit one another."""
-
-    def refuse(got: str, allowed: str, do: str) -> None:
-        raise ArgumentError("TransformerLayer", got, allowed, do)
-
     if given["layer_type"] not in LAYER_TYPES:
         raise choice_error("TransformerLayer", "layer_type", given["layer_type"], LAYER_TYPES)
     heads = ("hidden_size", "num_attention_heads", "num_gqa_groups", "kv_channels")
@@ -532,7 +446,8 @@ def _check_options(given: dict[str, Any]) -> None:
     others |= {name: given[name] for name in (_LATE, "output_layernorm")}
     for option, on in others.items():
         if on and given["parallel_attention_mlp"]:
-            refuse(
+            raise ArgumentError(
+                "TransformerLayer",
                 f"parallel_attention_mlp with {option}",
                 "parallel_attention_mlp in a plain encoder layer",
                 "leave one of the two out",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -76,6 +77,19 @@ def head_sizes(operation: str, hidden: int, heads: int, groups: int | None, chan
     raise AttentionArgumentError(operation, got, allowed, do)
 
 
+def tell_parts(module: torch.nn.Module, method: str, *arguments: Any) -> None:
+    """Call a method of all modules below that have it."""
+    for child in list(module.modules())[1:]:
+        if hasattr(child, method):
+            getattr(child, method)(*arguments)
+
+
+def for_part(part: type, given: dict[str, Any], own: set[str]) -> dict[str, Any]:
+    """Of the options that a module was given those that a part of it has too, without its `own`."""
+    names = signature(part.__init__).parameters.keys() - own  # type: ignore[misc]
+    return {name: value for name, value in given.items() if name in names}
+
+
 def check_qkv_whole(operation: str, fused: bool, accumulates: bool) -> None:
     """Fused weight gradients and quantized weights need the weights of queries, keys and values in one piece."""
     if accumulates and not fused:
@@ -92,12 +106,6 @@ def check_qkv_whole(operation: str, fused: bool, accumulates: bool) -> None:
             "fuse_qkv_params=True: query, key and value weights are held as one quantized tensor",
             "pass fuse_qkv_params=True, or construct the layer outside",
         )
-
-
-def _overlapping(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What its flags of overlap, once all arguments are checked, mean to projections of the input and of the output."""
-    check_options("MultiheadAttention", given)
-    return projections_of(flags_of("MultiheadAttention", given))
 
 
 class MultiheadAttention(Unit):
@@ -159,7 +167,8 @@ class MultiheadAttention(Unit):
         softmax_type: str = "vanilla",
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        column, row = _overlapping(given)
+        check_options("MultiheadAttention", given)
+        column, row = projections_of(flags_of("MultiheadAttention", given))
         super().__init__()
         self.hidden_size, self.num_attention_heads = sizes = hidden_size, num_attention_heads
         self.num_gqa_groups, self.kv_channels = head_sizes("MultiheadAttention", *sizes, num_gqa_groups, kv_channels)
@@ -173,33 +182,15 @@ class MultiheadAttention(Unit):
         self.name = next_name() if name is None else name
         self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
         team: dict[str, Any] = {"tp_group": tp_group if set_parallel_mode else None, "tp_size": self.tp_size}
-        linear: dict[str, Any] = {
-            "bias": bias,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "params_dtype": params_dtype,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "device": device,
-            **team,
-            "sequence_parallel": self.sequence_parallel,
-        }
+        alike = ("bias", "fuse_wgrad_accumulation", "params_dtype", "get_rng_state_tracker", "device")
+        linear = {name: given[name] for name in alike} | team | {"sequence_parallel": self.sequence_parallel}
         norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
         self._add_projections(fuse_qkv_params, norm, {**linear, **column, "init_method": init_method})
-        self.core_attention = DotProductAttention(
-            num_attention_heads,
-            self.kv_channels,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            get_rng_state_tracker=get_rng_state_tracker,
-            layer_number=layer_number,
-            attention_type=attention_type,
-            softmax_type=softmax_type,
-            name=f"{self.name}.core_attention",
-            **team,
-        ).to(device or default_device())  # a learnable softmax has a parameter
+        core = for_part(DotProductAttention, given, {"self", "sequence_parallel", "tp_group", "tp_size"})
+        core |= {"kv_channels": self.kv_channels, "num_gqa_groups": self.num_gqa_groups}
+        core |= {"name": f"{self.name}.core_attention", **team}
+        # A learnable softmax has a parameter.
+        self.core_attention = DotProductAttention(**core).to(device or default_device())
         self.proj = Linear(
             num_attention_heads * self.kv_channels,
             hidden_size,
@@ -281,10 +272,7 @@ class MultiheadAttention(Unit):
             return
         if tp_group is not None:
             check_group("MultiheadAttention.set_tensor_parallel_group", tp_group, self.tp_size)
-        children: list[Any] = list(self.modules())[1:]
-        for child in children:
-            if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)
+        tell_parts(self, "set_tensor_parallel_group", tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -403,7 +391,13 @@ class MultiheadAttention(Unit):
         if tracing:
             known = all([is_plainly_called(self._modules.get(name)) for name in PROJECTIONS])
             if exporting.on:  # padding is read where it lies
-                return self._hand_over_exported(number, between, known and not self._watched())
+                handed = HandOver(*handed_at_trace(number, between, False))
+                if (known and not self._watched()) or not (handed.qkv or handed.out):
+                    return handed
+                got = "FP8 between the parts of a MultiheadAttention, of which one has hooks or is a module of yours"
+                do = "export with fp8_dpa=False and fp8_mha=False"
+                do = f"remove the hooks, merge an adapter into its weight, or {do}"
+                raise not_exported(got, "its own parts without hooks", do)
             known = known and not moved
             # Queries that are interleaved with several groups are copied apart, and their gradients are plain.
             heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
@@ -417,14 +411,6 @@ class MultiheadAttention(Unit):
             forward, backward = kept_high(core, number)
             qkv, out, grad = qkv and not forward, out and not forward, grad and not backward
         return HandOver(qkv, out, grad)
-
-    def _hand_over_exported(self, number: int, between: bool, known: bool) -> HandOver:
-        found = HandOver(*handed_at_trace(number, between, False))
-        if (found.qkv or found.out) and not known:
-            got = "FP8 between the parts of a MultiheadAttention, of which one has hooks or is a module of yours"
-            do = "remove the hooks, merge an adapter into its weight, or export with fp8_dpa=False and fp8_mha=False"
-            raise not_exported(got, "its own parts without hooks", do)
-        return found
 
     def extra_repr(self) -> str:
         """What a printed module shows; its parts show the rest."""
@@ -538,19 +524,16 @@ class MultiheadAttention(Unit):
             if starts.shape[0] < rows:
                 got, allowed = f"{rows} sequences with inference_params", f"at most max_batch_size={starts.shape[0]}"
                 raise _wrong(got, allowed, "make room for more in InferenceParams")
+        # Over how many ranks sequences lie cut, and which of these this is.
+        static: Any = getattr(self._modules["core_attention"], "_static", None)
+        context = None if static is None else static.context
+        spread = {} if context is None else {"cp_size": context.size, "cp_rank": static.context_rank}
         return {
             "interleaved": self.rotary_pos_interleaved,
             "cu_seqlens": cu if self.qkv_format == "thd" else None,
             "start_positions": starts,
-            **self._spread(),
+            **spread,
         }
-
-    def _spread(self) -> dict[str, int]:
-        """Over how many ranks sequences lie cut, and which of these this is."""
-        core = self._modules["core_attention"]
-        static: Any = getattr(core, "_static", None)
-        context = None if static is None else static.context
-        return {} if context is None else {"cp_size": context.size, "cp_rank": static.context_rank}
 
 
 def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -14,7 +14,7 @@ import torch
 from te_core.device import DeviceInfo
 from te_torch.attention import choose, plan, tune
 from te_torch.attention.choose import FLASH_TORCH, FUSED, UNFUSED
-from te_torch.attention.running import RUN
+from te_torch.attention.dot_product import RUN
 from tests.backends import requires_cuda
 
 H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 50 << 20, 141 << 30, (13, 0))

@@ -578,6 +578,6 @@ def test_compiled(backend: str, use: Any) -> None:
 
 
 def test_backends_are_those_of_the_table() -> None:
-    from te_torch.attention.running import RUN
+    from te_torch.attention.dot_product import RUN
 
     assert set(RUN) == set(choose.BACKENDS)

@@ -19,7 +19,7 @@ from te_torch.draws import random_pair
 from te_torch.function import _gradients, key_of, register
 from te_torch.runtime import to_core
 from te_torch.tools.memory_report import measure_saved
-from te_torch.transformer.drop_path import DropPath
+from te_torch.transformer.layer import DropPath
 from tests.backends import devices
 from tests.covering import covering
 from tests.module_steps import RECIPES, WIDTH, differences, fp8_state, gradient_for, make, on, region, values

@@ -19,7 +19,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import NVFP4BlockScaling
 from te_torch import CudaRNGStatesTracker
 from te_torch.forks import drawn_in
-from te_torch.training.distributed import get_distributed_rank, get_distributed_world_size, initialize_affine_weight_gpu
+from te_torch.training.collectives import get_distributed_rank, get_distributed_world_size, initialize_affine_weight_gpu
 from te_torch.training.rng import (
     get_all_rng_states,
     graph_safe_rng_available,

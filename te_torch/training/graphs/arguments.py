@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Recipe
 from te_torch.autocast import active, prepare_default
 from te_torch.deprecation import deprecated
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_of, precision_of
-from te_torch.training.graphs.device import OPERATION
+from te_torch.training.graphs.device import OPERATION, unsupported, wrong
 
 #: Older names of arguments, and what they are called now.
 OLDER = {
@@ -54,14 +53,12 @@ def newer(given: dict[str, Any]) -> dict[str, Any]:
     for old, new in OLDER.items():
         if given[old] is not None:
             if given[new] is not None:
-                raise ArgumentError(
-                    OPERATION, f"both {old} and {new}", "one of the two, which are the same", f"leave {old} out"
-                )
+                raise wrong(f"both {old} and {new}", "one of the two, which are the same", f"leave {old} out")
             deprecated(f"{OPERATION}: {old}", new, 2)
         found[new] = given[old] if given[new] is None else given[new]
     for name in ("calibrating", "cache_quantized_params"):
         if found[name] not in (None, True, False):
-            raise ArgumentError(OPERATION, f"{name}={found[name]!r}", "True or False", "correct it")
+            raise wrong(f"{name}={found[name]!r}", "True or False", "correct it")
     return found
 
 
@@ -75,11 +72,9 @@ def hows(given: dict[str, Any], count: int) -> list[How]:
             "To do: correct it; a recipe is passed as recipe=."
         )
     if len(flags) != count:
-        raise ArgumentError(
-            OPERATION, f"enabled of {len(flags)} flags for {count} modules", "one for each", "pass a bool for all"
-        )
+        raise wrong(f"enabled of {len(flags)} flags for {count} modules", "one for each", "pass a bool for all")
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise ArgumentError(OPERATION, f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "correct it")
+        raise wrong(f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "correct it")
     recipe, calibrating = recipe or prepare_default(), bool(given["calibrating"])
     around = None if active.region is None else precision_of(active.region.precision)
     mode = 0
@@ -93,8 +88,7 @@ def hows(given: dict[str, Any], count: int) -> list[How]:
 def check_ambience() -> None:
     """torch.autocast must not keep its casts of weights: a graph would read what it forgets."""
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled():
-        raise UnsupportedError(
-            OPERATION,
+        raise unsupported(
             "a call inside torch.autocast with its cache of casts",
             "torch.autocast(..., cache_enabled=False)",
             "pass cache_enabled=False, there and where the callables are called",
@@ -111,40 +105,31 @@ def check_modules(modules: Any) -> tuple[torch.nn.Module, ...]:
                 "To do: put functions into a module's forward."
             )
     if not found:
-        raise ArgumentError(OPERATION, "no modules", "one or more", "pass the modules to capture")
+        raise wrong("no modules", "one or more", "pass the modules to capture")
     if len({module.training for module in found}) > 1:
-        raise UnsupportedError(
-            OPERATION,
-            "modules of which some train and some do not",
-            "one mode for all",
-            "call train() or eval() on all",
+        raise unsupported(
+            "modules of which some train and some do not", "one mode for all", "call train() or eval() on all"
         )
-    for module in found:
-        _check_module(module)
-    return found
-
-
-def _check_module(module: torch.nn.Module) -> None:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, kind, None) for kind in kinds):
-        raise UnsupportedError(
-            OPERATION,
-            f"a {type(module).__name__} with hooks, which a replay would not call",
-            "modules without hooks; they may get some afterwards",
-            "remove them, or pass them as capture_time_hooks",
-        )
-    for name, buffer in module.named_buffers():
-        if buffer.requires_grad:
-            raise UnsupportedError(
-                OPERATION, f"the buffer {name}, which requires grad", "parameters that do", "make it a parameter"
+    for module in found:
+        if any(getattr(module, kind, None) for kind in kinds):
+            raise unsupported(
+                f"a {type(module).__name__} with hooks, which a replay would not call",
+                "modules without hooks; they may get some afterwards",
+                "remove them, or pass them as capture_time_hooks",
             )
-    if any(hasattr(part.__dict__.get("forward"), "graphed") for part in module.modules()):
-        raise UnsupportedError(
-            OPERATION,
-            f"a {type(module).__name__} that is graphed already, or holds one",
-            "modules as they are",
-            "call its reset() first",
-        )
+        for name, buffer in module.named_buffers():
+            if buffer.requires_grad:
+                raise unsupported(
+                    f"the buffer {name}, which requires grad", "parameters that do", "make it a parameter"
+                )
+        if any(hasattr(part.__dict__.get("forward"), "graphed") for part in module.modules()):
+            raise unsupported(
+                f"a {type(module).__name__} that is graphed already, or holds one",
+                "modules as they are",
+                "call its reset() first",
+            )
+    return found
 
 
 def samples(given: Any, kwargs: Any, several: bool) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -166,8 +151,7 @@ def samples(given: Any, kwargs: Any, several: bool) -> list[tuple[tuple[Any, ...
     else:
         keywords = list(kwargs) if several and not isinstance(kwargs, Mapping) else [kwargs]
     if len(keywords) != len(args) or not all(isinstance(one, Mapping) for one in keywords):
-        raise ArgumentError(
-            OPERATION,
+        raise wrong(
             f"sample_kwargs for {len(keywords)} callables beside sample_args for {len(args)}",
             "a dictionary for each callable",
             "pass as many as sample_args",
@@ -187,8 +171,7 @@ def check_hooks(given: Any, count: int) -> list[dict[str, list[Callable[[Any], A
     if given is None:
         return [{} for _ in range(count)]
     if not isinstance(given, Sequence) or len(given) != count:
-        raise ArgumentError(
-            OPERATION,
+        raise wrong(
             f"capture_time_hooks={given!r} for {count} callables",
             "a list with a dictionary, or None, for each callable",
             "correct its length",
@@ -198,6 +181,6 @@ def check_hooks(given: Any, count: int) -> list[dict[str, list[Callable[[Any], A
         one = one or {}
         unknown = sorted(set(one) - set(HOOKS), key=str)
         if unknown:
-            raise ArgumentError(OPERATION, f"capture_time_hooks of {unknown}", ", ".join(HOOKS), "correct the names")
+            raise wrong(f"capture_time_hooks of {unknown}", ", ".join(HOOKS), "correct the names")
         found.append({kind: list(hooks.values()) for kind, hooks in one.items()})
     return found

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 
 OPERATION = "make_graphed_callables"
+wrong = partial(ArgumentError, OPERATION)
+unsupported = partial(UnsupportedError, OPERATION)
 
 
-class Graph(Protocol):
-    """Work that was done once under observation, to be done again over the same memory."""
+class Graph:
+    """Work that was done once under observation, to be done again over the same memory.
 
-    def capture(self, work: Callable[[], Any], pool: Any) -> Any:
-        """Do the work under observation; what it returns stays where it is."""
-
-    def replay(self) -> None:
-        """Do it again."""
-
-    def reset(self) -> None:
-        """Let go of it and of its memory."""
-
-
-class _CudaGraph:
-    """torch's, which draws from the default generator of the device and from those named here."""
+    It draws from the default generator of the device and from those named here.
+    """
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -35,13 +28,16 @@ class _CudaGraph:
             self._graph.register_generator_state(generator)
 
     def capture(self, work: Callable[[], Any], pool: Any) -> Any:
+        """Do the work under observation; what it returns stays where it is."""
         with torch.cuda.graph(self._graph, pool=pool):
             return work()
 
     def replay(self) -> None:
+        """Do it again."""
         self._graph.replay()
 
     def reset(self) -> None:
+        """Let go of it and of its memory."""
         self._graph.reset()
 
 
@@ -55,8 +51,7 @@ class Cuda:
         """Raise for what cannot be captured."""
         for t in tensors:
             if t.device.type != "cuda" or t.get_device() != torch.cuda.current_device():
-                raise UnsupportedError(
-                    OPERATION,
+                raise unsupported(
                     f"a tensor on {t.device}",
                     "parameters and sample_args on the current CUDA device",
                     "move them there, or call torch.cuda.set_device",
@@ -72,7 +67,7 @@ class Cuda:
 
     def graph(self, generators: Iterable[torch.Generator]) -> Graph:
         """A new graph, which draws from these generators besides."""
-        return _CudaGraph(generators)
+        return Graph(generators)
 
     @contextmanager
     def warming(self) -> Iterator[None]:

@@ -9,14 +9,15 @@ from threading import RLock
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Recipe
 from te_torch.base.module import BaseModule
 from te_torch.training.graphs import arguments, schedule
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs.arguments import Options
-from te_torch.training.graphs.device import OPERATION
+from te_torch.training.graphs.device import unsupported, wrong
 from te_torch.training.graphs.replay import Graphed, as_function, put_into
 from te_torch.training.graphs.schedule import BACKWARD, FORWARD, Schedule
 from te_torch.training.graphs.traces import Traces
@@ -46,10 +47,8 @@ def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: Sequenc
     """Put back what `save_fp8_tensors` gave of these modules."""
     parts = _parts(modules)
     if len(parts) != len(fp8_tensors):
-        got, allowed = (
-            f"{len(fp8_tensors)} states for {len(parts)} modules",
-            "what save_fp8_tensors gave of these modules",
-        )
+        got = f"{len(fp8_tensors)} states for {len(parts)} modules"
+        allowed = "what save_fp8_tensors gave of these modules"
         raise ArgumentError("restore_fp8_tensors", got, allowed, "pass both the same modules")
     for part, saved in zip(parts, fp8_tensors, strict=True):
         part.reset_fp8_meta_tensors(saved)
@@ -142,11 +141,20 @@ def make_graphed_callables(
         _reuse_graph_input_output_buffers,
         found[0].training,
     )
-    _check_reuse(options, _order)
-    _check_iterations(num_warmup_iters)
+    if options.reuse and _order is None:
+        raise wrong("_reuse_graph_input_output_buffers without _order", "both, or none", "pass the schedule as _order")
+    if options.reuse and not options.training:
+        raise unsupported(
+            "_reuse_graph_input_output_buffers with modules in eval mode",
+            "modules that train: a backward says when buffers are free",
+            "leave it out",
+        )
+    if not isinstance(num_warmup_iters, int) or isinstance(num_warmup_iters, bool) or num_warmup_iters < 0:
+        got = f"num_warmup_iters={num_warmup_iters!r}"
+        raise wrong(got, "a whole number from 0", "leave it out for 3")
     regions, hooks = arguments.hows(given, len(found)), arguments.check_hooks(capture_time_hooks, len(found))
     tensors = _static(samples, plan, options.reuse)
-    seam.device.require([*(p for m in found for p in m.parameters()), *(t for one in tensors for t in _leaves(one))])
+    seam.device.require([*(p for m in found for p in m.parameters()), *tree_leaves(tensors)])
     units = [
         Unit(found[i], sample, regions[i], options, hooks[i]) for i, sample in zip(plan.modules, tensors, strict=True)
     ]
@@ -161,49 +169,20 @@ def make_graphed_callables(
 _PRECISION = (*arguments.OLDER, *arguments.OLDER.values())
 
 
-def _leaves(sample: Any) -> list[torch.Tensor]:
-    return torch.utils._pytree.tree_leaves(sample)
-
-
 def _planned(modules: Sequence[torch.nn.Module], count: int, order: Any, layers: Any) -> Schedule:
     if order is not None:
         return schedule.of_pipeline(order, layers, len(modules), count)
     if layers is not None:
-        raise ArgumentError(OPERATION, "_num_layers_per_chunk without _order", "both, or none", "pass _order")
+        raise wrong("_num_layers_per_chunk without _order", "both, or none", "pass _order")
     if count != len(modules):
-        raise ArgumentError(
-            OPERATION, f"{count} sample_args for {len(modules)} modules", "a tuple for each module", "pass as many"
-        )
+        raise wrong(f"{count} sample_args for {len(modules)} modules", "a tuple for each module", "pass as many")
     if len(set(modules)) < len(modules):
-        raise ArgumentError(
-            OPERATION,
+        raise wrong(
             "a module that comes twice",
             "each module once, as its forward is replaced; or _order, which gives functions",
             "pass _order, with sample_args for each microbatch",
         )
     return schedule.in_turn(count)
-
-
-def _check_reuse(options: Options, order: Any) -> None:
-    if options.reuse and order is None:
-        raise ArgumentError(
-            OPERATION,
-            "_reuse_graph_input_output_buffers without _order",
-            "both, or none",
-            "pass the schedule as _order",
-        )
-    if options.reuse and not options.training:
-        raise UnsupportedError(
-            OPERATION,
-            "_reuse_graph_input_output_buffers with modules in eval mode",
-            "modules that train: a backward says when buffers are free",
-            "leave it out",
-        )
-
-
-def _check_iterations(count: Any) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ArgumentError(OPERATION, f"num_warmup_iters={count!r}", "a whole number from 0", "leave it out for 3")
 
 
 def _static(samples: list[Any], plan: Schedule, reuse: bool) -> list[Any]:

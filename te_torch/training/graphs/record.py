@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from te_torch.training.graphs.arguments import How
 from te_torch.training.graphs.traces import main_grad
 
 OPERATION = "a graphed callable"
+wrong = partial(ArgumentError, OPERATION)
+unsupported = partial(UnsupportedError, OPERATION)
 
 
 @contextmanager
@@ -89,7 +92,7 @@ class _Spot:
         parameter: Any = module._parameters[name]
         self.parameter = parameter
         #: The buffers of a quantized one that were there; another one may be made of them later.
-        self.parts: list[str] | None = _buffers_of(parameter)
+        self.parts: list[str] | None = parameter._inner_names() if isinstance(parameter, QuantizedTorch) else None
         self.main = main_grad(parameter) if isinstance(module, BaseModule) and module.fuse_wgrad_accumulation else None
         self.addresses = self._addresses()
 
@@ -107,10 +110,6 @@ class _Spot:
             return same
         main = main_grad(p)
         return main is self.main or (main is not None and main.data_ptr() == self.main.data_ptr())
-
-
-def _buffers_of(parameter: Any) -> list[str] | None:
-    return parameter._inner_names() if isinstance(parameter, QuantizedTorch) else None
 
 
 def _addresses(state: ScalingState) -> list[int]:
@@ -147,16 +146,14 @@ class Record:
         """
         number, region = self.how.number, active.region
         if number and region is not None and region.precision != number:
-            raise ArgumentError(
-                OPERATION,
+            raise wrong(
                 f"a call in {_in_words(region.precision)}",
                 f"the precision it was captured in: {_in_words(number)}",
                 "enter te_torch.autocast with the recipe that make_graphed_callables was given, leave the region, or "
                 "capture anew",
             )
         if self.forward and (in_backward() or any(around(active.running))):
-            raise UnsupportedError(
-                OPERATION,
+            raise unsupported(
                 "a call inside of a checkpoint, which would record its maxima twice",
                 "a checkpoint inside of the callable, or a recipe without a history",
                 "put the checkpoint into the module that is captured",
@@ -202,8 +199,7 @@ def _in_words(number: int) -> str:
 
 
 def _refuse(module: torch.nn.Module, what: str) -> None:
-    raise UnsupportedError(
-        OPERATION,
+    raise unsupported(
         f"a {type(module).__name__} {what}",
         "a module whose parameters and FP8 states stay in their memory: load_state_dict without assign=True, no move "
         "to another device, one length of histories",

@@ -13,11 +13,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.base.replicated import check_reduced
 from te_torch.base.weights import add_gradient
 from te_torch.training.graphs import device as seam
-from te_torch.training.graphs.record import OPERATION
+from te_torch.training.graphs.record import OPERATION, unsupported, wrong
 from te_torch.training.graphs.unit import Unit
 
 
@@ -50,8 +49,17 @@ class Graphed:
         """Replay, or run eagerly in the other mode than at the capture, and after reset()."""
         unit = self.unit
         if not unit.graphs or unit.module.training != unit.options.training:
-            return self._eagerly(args, kwargs)
-        first, kwargs = self._microbatch(kwargs)
+            own = {"cuda_graph_stream", "cuda_graph_event"}
+            if unit.options.cached and not self.takes_microbatch:
+                own.add("is_first_microbatch")
+            return self.eager(*args, **{name: value for name, value in kwargs.items() if name not in own})
+        first = unit.options.cached and kwargs.pop("is_first_microbatch", None)
+        if not isinstance(first, bool):
+            raise wrong(
+                f"is_first_microbatch={first!r}" if first is not None else "no is_first_microbatch",
+                "True or False in every call: it was captured with cache_quantized_params=True",
+                "pass is_first_microbatch=True in the first microbatch of a step, else False",
+            )
         grad = torch.is_grad_enabled()  # here: it is off inside of an autograd function
         call = _Call(first, kwargs.pop("cuda_graph_stream", None), kwargs.pop("cuda_graph_event", None), grad)
         leaves = self._leaves(args, kwargs)
@@ -61,26 +69,6 @@ class Graphed:
         else:
             made = self.replay_forward(call, leaves)
         return tree_unflatten(list(made), unit.output_spec)
-
-    def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own: tuple[str, ...] = ("cuda_graph_stream", "cuda_graph_event")
-        if self.unit.options.cached and not self.takes_microbatch:
-            own = (*own, "is_first_microbatch")
-        return self.eager(*args, **{name: value for name, value in kwargs.items() if name not in own})
-
-    def _microbatch(self, kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """(whether this is the first microbatch, the other keyword arguments)."""
-        if not self.unit.options.cached:
-            return False, kwargs
-        first = kwargs.pop("is_first_microbatch", None)
-        if not isinstance(first, bool):
-            raise ArgumentError(
-                OPERATION,
-                f"is_first_microbatch={first!r}" if first is not None else "no is_first_microbatch",
-                "True or False in every call: it was captured with cache_quantized_params=True",
-                "pass is_first_microbatch=True in the first microbatch of a step, else False",
-            )
-        return first, kwargs
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The tensors of a call, which are as those of the capture were."""
@@ -104,23 +92,20 @@ class Graphed:
                     f"{OPERATION}: got {type(t).__name__} as argument {i}. Allowed: a tensor. To do: pass one."
                 )
             if (t.shape, t.dtype, t.device) != seen:
-                raise ArgumentError(
-                    OPERATION,
+                raise wrong(
                     f"argument {i} {list(t.shape)} of {t.dtype} on {t.device}",
                     f"what was captured: {list(seen[0])} of {seen[1]} on {seen[2]}",
                     "capture another callable for these sizes, or pad the argument",
                 )
             if grad and t.requires_grad and not needs:
-                raise ArgumentError(
-                    OPERATION,
+                raise wrong(
                     f"argument {i}, which requires grad",
                     "an argument that does not: its sample did not, and its gradient was not captured",
                     "capture with a sample that requires grad, or detach the argument",
                 )
         for name, p in self._frozen if grad else ():
             if p.requires_grad:
-                raise ArgumentError(
-                    OPERATION,
+                raise wrong(
                     f"parameter {name}, which requires grad",
                     "a parameter that does not: it did not at the capture, and its gradient was not captured",
                     "call reset() and make_graphed_callables again, or clear its requires_grad",
@@ -148,7 +133,14 @@ class Graphed:
     def replay_backward(self, run: int, call: _Call, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the static inputs, over their memory, and of the parameters."""
         unit = self.unit
-        self._check_backward(run)
+        if run != self.runs or not self.waits or not self.unit.graphs:
+            gone = "whose graphs were let go of by reset()" if not self.unit.graphs else "of an earlier call"
+            raise unsupported(
+                f"a backward {gone if run != self.runs or not self.unit.graphs else 'that has run already'}",
+                "one backward, of the last call: what it reads lies in memory that the next call overwrites",
+                "run each backward before the next call, or capture a callable for each microbatch (_order); "
+                "retain_graph_in_backward=True allows to repeat one",
+            )
         unit.record.check_memory()
         given = [g for g, t in zip(grads, unit.outputs, strict=True) if isinstance(t, torch.Tensor) and t.requires_grad]
         with torch.no_grad():
@@ -167,17 +159,6 @@ class Graphed:
         for p in unit.told:
             p.grad_added_to_main_grad = True
         return self._handed_out()
-
-    def _check_backward(self, run: int) -> None:
-        if run != self.runs or not self.waits or not self.unit.graphs:
-            gone = "whose graphs were let go of by reset()" if not self.unit.graphs else "of an earlier call"
-            raise UnsupportedError(
-                OPERATION,
-                f"a backward {gone if run != self.runs or not self.unit.graphs else 'that has run already'}",
-                "one backward, of the last call: what it reads lies in memory that the next call overwrites",
-                "run each backward before the next call, or capture a callable for each microbatch (_order); "
-                "retain_graph_in_backward=True allows to repeat one",
-            )
 
     def _handed_out(self) -> list[torch.Tensor | None]:
         unit = self.unit

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.training.graphs.device import OPERATION
+from te_torch.training.graphs.device import unsupported, wrong
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weight gradients"
 
@@ -39,21 +38,31 @@ def of_pipeline(order: Any, layers_of: Any, modules: int, samples: int) -> Sched
     plain, apart = _split(order)
     chunks = max(plain)
     layers = _layers(layers_of, chunks, modules)
-    microbatches = _microbatches(plain, chunks)
+    microbatches, rest = divmod(len(plain), 2 * chunks)
+    found = Counter(plain)
+    if rest or any(found[c] != microbatches or found[-c] != microbatches for c in range(1, chunks + 1)):
+        _refuse(plain, f"{len(plain)} forwards and backwards of {chunks} chunks")
     if samples != modules * microbatches:
-        raise ArgumentError(
-            OPERATION,
+        raise wrong(
             f"{samples} sample_args for {modules} layers and {microbatches} microbatches",
             f"{modules * microbatches}: one for each layer of each microbatch, chunk by chunk",
             "pass as many, or correct _order",
         )
     if apart:
-        _check_apart(apart, chunks, layers, microbatches)
+        late = Counter(abs(math.ceil(e)) for e in apart)
+        odd = [c for c in late if c > chunks or late[c] != microbatches]
+        if odd or max(layers) > 1:
+            raise unsupported(
+                f"_order with delayed weight gradients {sorted(apart)} of chunks of {layers} layers",
+                f"chunks of one layer, and {microbatches} such entries for a chunk that has any",
+                "correct _order, or leave these entries out: each backward is then followed by its weight gradients",
+            )
     firsts = [sum(layers[:c]) for c in range(chunks)]
     steps: list[tuple[str, int]] = []
     done: Counter[tuple[str, int]] = Counter()
     for entry in order:
-        chunk, what = _meaning(entry)
+        what = WEIGHTS if entry != math.floor(entry) else FORWARD if entry > 0 else BACKWARD
+        chunk = abs(math.ceil(entry) if what == WEIGHTS else int(entry)) - 1
         microbatch = done[what, chunk]
         done[what, chunk] += 1
         before = {BACKWARD: FORWARD, WEIGHTS: BACKWARD}.get(what)
@@ -67,19 +76,11 @@ def of_pipeline(order: Any, layers_of: Any, modules: int, samples: int) -> Sched
 
 
 def _refuse(order: Any, what: str) -> None:
-    raise ArgumentError(
-        OPERATION,
+    raise wrong(
         f"_order={order!r}: {what}",
         "for each chunk (from 1) as many forwards c as backwards -c, each behind its forward, and as many for all",
         "correct _order",
     )
-
-
-def _meaning(entry: Any) -> tuple[int, str]:
-    """(chunk from 0, what is done)."""
-    if entry != math.floor(entry):
-        return abs(math.ceil(entry)) - 1, WEIGHTS
-    return int(abs(entry)) - 1, FORWARD if entry > 0 else BACKWARD
 
 
 def _split(order: Any) -> tuple[list[int], list[float]]:
@@ -96,14 +97,6 @@ def _split(order: Any) -> tuple[list[int], list[float]]:
     return plain, apart
 
 
-def _microbatches(plain: list[int], chunks: int) -> int:
-    count, rest = divmod(len(plain), 2 * chunks)
-    found = Counter(plain)
-    if rest or any(found[c] != count or found[-c] != count for c in range(1, chunks + 1)):
-        _refuse(plain, f"{len(plain)} forwards and backwards of {chunks} chunks")
-    return count
-
-
 def _layers(given: Any, chunks: int, modules: int) -> list[int]:
     """The number of layers of each chunk."""
     if given is None:
@@ -112,22 +105,9 @@ def _layers(given: Any, chunks: int, modules: int) -> list[int]:
     else:
         layers = [given] * chunks if isinstance(given, int) else list(given)
     if len(layers) != chunks or sum(layers) != modules or min(layers, default=0) < 1:
-        raise ArgumentError(
-            OPERATION,
+        raise wrong(
             f"_num_layers_per_chunk={given!r} with {modules} modules in {chunks} chunks",
             "a number, or one for each chunk, that add up to the modules",
             "correct it, or leave it out where chunks are equal",
         )
     return layers
-
-
-def _check_apart(apart: list[float], chunks: int, layers: list[int], microbatches: int) -> None:
-    found = Counter(abs(math.ceil(e)) for e in apart)
-    wrong = [c for c in found if c > chunks or found[c] != microbatches]
-    if wrong or max(layers) > 1:
-        raise UnsupportedError(
-            OPERATION,
-            f"_order with delayed weight gradients {sorted(apart)} of chunks of {layers} layers",
-            f"chunks of one layer, and {microbatches} such entries for a chunk that has any",
-            "correct _order, or leave these entries out: each backward is then followed by its weight gradients",
-        )

@@ -32,7 +32,7 @@ class Traces:
             for m in self.parts
             if isinstance(m, BaseModule)
         ]
-        self.mains = [(main, main.clone()) for main in main_grads(self.parts)]
+        self.mains = [(main, main.clone()) for _, main in main_grads(self.parts)]
         self.flags = [(p, p.grad_added_to_main_grad) for p in told(self.parts)]
         for module, *_ in self.of_modules:
             module.wgrad_store = Gradients(len(module.wgrad_store.queues))
@@ -96,14 +96,15 @@ def main_grad(weight: Any) -> torch.Tensor | None:
     return getattr(weight, "main_grad", None) if found is None else found
 
 
-def main_grads(parts: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Those that backwards of these modules write."""
+def main_grads(parts: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Those that backwards of these modules write, behind their weights."""
     for module in parts:
         if isinstance(module, BaseModule) and module.fuse_wgrad_accumulation:
             for name in module._weight_names():
-                main = main_grad(getattr(module, name))
+                weight: Any = getattr(module, name)
+                main = main_grad(weight)
                 if main is not None:
-                    yield main
+                    yield weight, main
 
 
 def told(parts: Iterable[torch.nn.Module]) -> list[Any]:

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from te_core.errors import UnsupportedError
 from te_torch import state as scaling
 from te_torch.base.module import BaseModule
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs.arguments import How, Options
-from te_torch.training.graphs.device import OPERATION
+from te_torch.training.graphs.device import unsupported
 from te_torch.training.graphs.record import Record, captured_in, ran_since, versions
-from te_torch.training.graphs.traces import main_grad, told
+from te_torch.training.graphs.traces import main_grads, told
 from te_torch.training.graphs.weights import Weights
 
 Hooks = dict[str, list[Callable[[Any], Any]]]
@@ -130,39 +129,33 @@ class Unit:
             self.call_hooks("backward_pre_hooks")
             grads = self.backward()
             self._check_inputs(grads)
-            self._sort_out(grads[self._inputs_with_grad() :])
+            # In the first run those without a gradient are forgotten.
+            of_parameters = zip(self.parameters, grads[self._inputs_with_grad() :], strict=True)
+            used = [p for p, grad in of_parameters if grad is not None]
+            if self.warmed and len(used) != len(self.parameters):
+                raise unsupported(
+                    f"parameters of {type(self.module).__name__} that got a gradient at first and then none",
+                    "the same parameters in every step",
+                    "capture what always runs, and call the rest outside",
+                )
+            self.parameters = used
             self.call_hooks("backward_hooks")
         self.live = []
         self.warmed += 1
 
     def _check_inputs(self, grads: list[torch.Tensor | None]) -> None:
         if any(g is None for g in grads[: self._inputs_with_grad()]) and not self.options.allow_unused:
-            raise UnsupportedError(
-                OPERATION,
+            raise unsupported(
                 f"sample_args of {type(self.module).__name__} that require grad and get none",
                 "inputs that the outputs depend on",
                 "clear requires_grad of the others, or pass allow_unused_input=True",
             )
 
-    def _sort_out(self, grads: list[torch.Tensor | None]) -> None:
-        """Forget the parameters without a gradient, in the first run."""
-        used = [p for p, grad in zip(self.parameters, grads, strict=True) if grad is not None]
-        if self.warmed and len(used) != len(self.parameters):
-            raise UnsupportedError(
-                OPERATION,
-                f"parameters of {type(self.module).__name__} that got a gradient at first and then none",
-                "the same parameters in every step",
-                "capture what always runs, and call the rest outside",
-            )
-        self.parameters = used
-
     def call_hooks(self, kind: str) -> None:
         """The caller's hooks of this kind."""
         for hook in self.hooks.get(kind, ()):
             if hook(self.module) is not None:
-                raise UnsupportedError(
-                    OPERATION, f"a result of one of the {kind}", "hooks that return None", "change tensors in place"
-                )
+                raise unsupported(f"a result of one of the {kind}", "hooks that return None", "change tensors in place")
 
     # ------------------------------------------------------------------------------------------- capture
 
@@ -205,10 +198,8 @@ class Unit:
         """Forward and backward are done: keep what replays mark, drop what autograd held."""
         self.live = []
         self.record.take(self.tokens, self.ran)
-        fused = [m for m in self.module.modules() if isinstance(m, BaseModule) and m.fuse_wgrad_accumulation]
-        for weight in [getattr(m, name) for m in fused for name in m._weight_names()]:
-            main = main_grad(weight)
-            if main is not None and weight.requires_grad and not getattr(weight, "overwrite_main_grad", False):
+        for weight, main in main_grads(self.module.modules()):
+            if weight.requires_grad and not getattr(weight, "overwrite_main_grad", False):
                 self.mains.append(main)
 
     def capture_weight_gradients(self, generators: Iterable[torch.Generator], pool: Any) -> None:

@@ -145,7 +145,8 @@ class Block(Moved):
     def source(self) -> torch.Tensor:
         """Its bytes on the device."""
         alias = next(v.alias for v in self._live() if v.alias is not None)
-        return _bytes(alias.device).set_(alias.untyped_storage(), self.low, (self.nbytes,), (1,))
+        flat = torch.empty(0, dtype=torch.uint8, device=alias.device)
+        return flat.set_(alias.untyped_storage(), self.low, (self.nbytes,), (1,))
 
     def release(self) -> None:
         """Let go of the device's memory. The copy must have been waited for."""
@@ -178,10 +179,6 @@ class Block(Moved):
         offset = view.offset - self.low // view.dtype.itemsize
         made = torch.empty(0, dtype=view.dtype, device=self.device.device)
         return made.set_(self.device.untyped_storage(), offset, view.shape, view.stride)
-
-
-def _bytes(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 class HostBuffers:

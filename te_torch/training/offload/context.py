@@ -68,7 +68,8 @@ def get_cpu_offload_context(
         retain_pinned_cpu_buffers=retain_pinned_cpu_buffers,
     )
     if not enabled:
-        return (nullcontext(), _same, None) if manual_synchronization else (nullcontext(), _same)
+        nothing = nullcontext(), lambda tensor=None: tensor
+        return (*nothing, None) if manual_synchronization else nothing
     _check(num_layers, model_layers, manual_synchronization, offload_stream)
     if not offload_activations and not offload_weights:
         raise ArgumentError(
@@ -112,10 +113,6 @@ def _check(num_layers: Any, model_layers: Any, manual: bool, stream: Any) -> Non
             "num_layers of model_layers - 2 or less lets copies run beside the layers",
             stacklevel=3,
         )
-
-
-def _same(tensor: Any = None) -> Any:
-    return tensor
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:

@@ -7,7 +7,7 @@ that takes the CPU's tensors for a device's and records what is done in which or
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,32 +19,51 @@ THRESHOLD = 256 * 1024
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Side(Protocol):
-    """Copies between a device and the host, beside the work of the current stream. Memory is flat bytes."""
+class Side:
+    """A GPU, and the stream on which its copies run beside the work of the current one. Memory is flat bytes."""
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self.device = device
+        self.stream = stream
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """Memory of the host that can be copied to and from beside other work."""
-        ...
+        """Pinned memory of the host, for copies beside other work.
+
+        torch keeps what is given back, so that a step does not pay for pinning again.
+        """
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """Memory of the device."""
-        ...
+        """Memory of the current stream, on the device."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, pairs: Sequence[Pair]) -> Any:
-        """Copy each second one into the first, after the work that is on the current stream now; what to wait for."""
-        ...
+        """Copy each second one into the first, after the work that is on the current stream now; what to wait for.
+
+        One wait and one event for all of them.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+            return self.stream.record_event()
 
     def wait(self, ticket: Any) -> None:
-        """Let what the current stream does from now on come after those copies."""
-        ...
+        """Let what the current stream does from now on come after those copies; the host does not wait."""
+        torch.cuda.current_stream(self.device).wait_event(ticket)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The tensors' memory may be let go of before the copies of it are done, which nobody will wait for."""
-        ...
+        """The tensors' memory may be let go of before the copies of it are done, which nobody will wait for.
+
+        torch's allocator gives it to nobody before the stream of the copies has come so far.
+        """
+        for t in tensors:
+            if t.is_cuda:
+                t.record_stream(self.stream)
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured."""
-        ...
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Moved:
@@ -64,44 +83,6 @@ class Moved:
             self.side.forget([self.moving])
 
 
-class CudaSide:
-    """A GPU, and the stream on which its copies run."""
-
-    def __init__(self, device: torch.device, stream: Any) -> None:
-        self.device = device
-        self.stream = stream
-
-    def host(self, nbytes: int) -> torch.Tensor:
-        """Pinned memory: torch keeps what is given back, so that a step does not pay for pinning again."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def room(self, nbytes: int) -> torch.Tensor:
-        """Memory of the current stream."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def copy(self, pairs: Sequence[Pair]) -> Any:
-        """One wait and one event for all of them."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            for to, source in pairs:
-                to.copy_(source, non_blocking=True)
-            return self.stream.record_event()
-
-    def wait(self, ticket: Any) -> None:
-        """The current stream waits, not the host."""
-        torch.cuda.current_stream(self.device).wait_event(ticket)
-
-    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """torch's allocator gives the memory to nobody before the stream of the copies has come so far."""
-        for t in tensors:
-            if t.is_cuda:
-                t.record_stream(self.stream)
-
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured."""
-        return torch.cuda.is_current_stream_capturing()
-
-
 def _stream(device: Device) -> Any:
     """The stream of a device's copies; all contexts share it, as they share the bus."""
     return torch.cuda.Stream(device.index)
@@ -113,5 +94,5 @@ def side_of(device: torch.device, stream: Any = None) -> Side | None:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     if stream is not None and stream.device.index == index:
-        return CudaSide(device, stream)
-    return CudaSide(device, cuda_device(index).of(_stream))
+        return Side(device, stream)
+    return Side(device, cuda_device(index).of(_stream))

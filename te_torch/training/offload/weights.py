@@ -125,7 +125,13 @@ class Weights:
         found = []
         for weight in weights:
             if self._away.get(weight.storage._cdata) is weight:
-                _check_no_capture(weight.side)
+                if weight.side.capturing():
+                    raise UnsupportedError(
+                        _OPERATION,
+                        "a read of a weight that is away in a capture of a CUDA graph",
+                        "offload_weights outside of captures: a graph keeps the addresses of weights",
+                        "leave offload_weights out of what is captured, and capture when all weights are here",
+                    )
                 del self._away[weight.storage._cdata]
                 found.append((weight, weight.come_back()))
         if not self._away:
@@ -178,16 +184,6 @@ def _tensors(parameter: Any) -> Iterator[torch.Tensor]:
 def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
     with torch._C.DisableTorchFunctionSubclass():  # no read: an absent tensor stays where it is
         return t.untyped_storage()
-
-
-def _check_no_capture(side: Side) -> None:
-    if side.capturing():
-        raise UnsupportedError(
-            _OPERATION,
-            "a read of a weight that is away in a capture of a CUDA graph",
-            "offload_weights outside of captures: a graph keeps the addresses of weights",
-            "leave offload_weights out of what is captured, and capture when all weights are here",
-        )
 
 
 def _stays(parameter: Any, t: torch.Tensor, side: Side) -> str:
