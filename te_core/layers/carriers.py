@@ -32,11 +32,9 @@ class Coming(Protocol):
 
     def wait(self, source: int) -> None:
         """Later work of the lane that multiplies the part of this rank sees it."""
-        ...
 
     def end(self, rt: Runtime) -> None:
         """All parts have been waited for, and rt has waited for the lanes."""
-        ...
 
 
 class Summands(Protocol):
@@ -45,23 +43,18 @@ class Summands(Protocol):
     @property
     def own(self) -> Tensor:
         """Where the product of the own rows goes, in a ring."""
-        ...
 
     def send(self, rt: Runtime, to: int, made: Tensor) -> None:
         """The rows [m, N] of rank `to`, in a ring: to the farthest rank first."""
-        ...
 
     def piece(self, rt: Runtime, number: int, made: Tensor) -> None:
         """All rows [M, N / splits] of one piece of the columns, in their order."""
-        ...
 
     def arrive(self, rt: Runtime) -> None:
         """All was sent, and rt has waited for the lanes."""
-        ...
 
     def wait(self) -> None:
         """See `Handle`."""
-        ...
 
 
 class Carrier(Protocol):
@@ -70,28 +63,22 @@ class Carrier(Protocol):
     @property
     def name(self) -> str:
         """By which the fastest method is looked up."""
-        ...
 
     @property
     def through(self) -> str:
         """What reports add to the name of a method."""
-        ...
 
     def side(self, rt: Runtime) -> Runtime:
         """The stream with which rt takes turns for the products of a ring; rt itself where there is none."""
-        ...
 
     def parts(self, rt: Runtime, pieces: Sequence[Tensor], places: Mapping[int, Sequence[Tensor]]) -> Coming:
         """Have a part go to all other ranks, and theirs come, by rank, in the order in which they are multiplied."""
-        ...
 
     def gather(self, rt: Runtime, pairs: Sequence[tuple[Tensor, Tensor]]) -> Handle:
         """Begin to put each whole together of all ranks' parts: (part, whole)."""
-        ...
 
     def summands(self, rt: Runtime, out: Tensor, splits: int = 1) -> Summands:
         """Begin the sum of a result, into out [m, N]; `splits`: pieces of its columns."""
-        ...
 
 
 def order(comm: Communicator) -> list[int]:

@@ -102,8 +102,7 @@ class Door(Choice):
         now = TEDebugState.get_iteration()
         self._choose(module, bool(precision), now)
         if self.current is not None:
-            _refuse_capture(module)
-            _refuse_options(module, precision)
+            _refuse(module, precision)
         elif self.due > now:
             _set(module, None)
 
@@ -253,16 +252,13 @@ def _ask(says: _Questions, quantized: bool) -> Plan:
     return Plan(frozenset(high), frozenset(modified), frozenset(inspected), frozenset(older))
 
 
-def _refuse_capture(module: Any) -> None:
+def _refuse(module: Any, precision: int) -> None:
+    """What a layer that features touch cannot do."""
     if module._microbatch is not None:  # the documented error
         got = "a CUDA graph that is to keep quantized weights for its microbatches"
         raise AssertionError(str(_refused(module, got, "capture it without, or leave the layer out")))
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise _refused(module, "a step that a CUDA graph captures", "capture it without, or leave the layer out")
-
-
-def _refuse_options(module: Any, precision: int) -> None:
-    """What a layer that features touch cannot do."""
     if module.delay_wgrad_compute:
         raise _refused(module, "delay_wgrad_compute=True", "make the layer without it, or leave it out")
     rule = precision_of(precision)

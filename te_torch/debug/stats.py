@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from te_core.quantized import QuantizedTensor
 from te_core.statistics import Statistics
-from te_core.tensor import Tensor
 from te_torch.debug.layers import Team
 from te_torch.debug.records import Records, merged
 from te_torch.debug.state import TEDebugState
@@ -51,7 +50,6 @@ def combined_std(parts: Sequence[Statistics]) -> float:
 class _Asked:
     """Statistics of one variant of a tensor that will be written: by their names, in their order."""
 
-    tensor: str
     formulas: dict[str, Formula] = field(default_factory=dict)
     extremes: list[str] = field(default_factory=list)  # those that have a maximum of their own, by name
     iteration: int = -1
@@ -158,8 +156,7 @@ class StatsBuffers:
         number = 0
         if waiting.apart:
             number = self._buffers[waiting.where] = self._buffers.get(waiting.where, 0) + 1
-        x: Tensor = to_core(waiting.tensor.contiguous())
-        rt = runtime_for(waiting.tensor)
+        x, rt = to_core(waiting.tensor.contiguous()), runtime_for(waiting.tensor)
         # Rows before columns, for which the values may have to be turned.
         casts = sorted((v for v in waiting.variants.items() if v[1][0] is not None), key=lambda v: v[1][1])
         values = [variant for variant, (q, _) in waiting.variants.items() if q is None]
@@ -180,7 +177,7 @@ class StatsBuffers:
         self._extremes[name] = _Top(where[1], self._team, top)
 
     def _ask(self, where: tuple[str, str, Hashable], iteration: int) -> _Asked:
-        asked = self._asked.setdefault(where, _Asked(where[1]))
+        asked = self._asked.setdefault(where, _Asked())
         asked.iteration = iteration
         return asked
 
@@ -282,8 +279,3 @@ def _logs_in(iteration: int) -> bool:
                 if any(asked({**config, **schedule}, iteration)[0] for schedule in schedules):
                     return True
     return False
-
-
-def clear() -> None:
-    """Forget what was fed."""
-    STATS_BUFFERS.clear()

@@ -29,23 +29,18 @@ class Watched(Protocol):
     @property
     def failed(self) -> bool:
         """Whether a rank of it has given up."""
-        ...
 
     def waiting(self) -> list[int]:
         """What streams of this rank wait for now, by numbers."""
-        ...
 
     def fail(self, waiting: int | None) -> None:
         """Give up, because of this wait or because another rank has: the next call raises."""
-        ...
 
     def spoil(self) -> None:
         """Fill with NaNs what ranks read of one another, and wait until it is done."""
-        ...
 
     def release(self) -> None:
         """End the waits that there are now."""
-        ...
 
 
 class Watchdog:

@@ -33,7 +33,6 @@ class Products(Protocol):
         self, rt: Runtime, parts: Three, *, spec: AttentionSpec, terms: Terms, out: Tensor | None, stats: bool | Tensor
     ) -> Attended:
         """The output and its statistics, each into its memory if that is given."""
-        ...
 
     def backward(
         self,
@@ -47,7 +46,6 @@ class Products(Protocol):
         grads: Three,
     ) -> Terms:
         """The gradients of `parts` (q, k, v) go into `grads`; those of bias and sink. `given`: dy and the output."""
-        ...
 
 
 class Plain:

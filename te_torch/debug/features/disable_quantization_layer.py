@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvdlfw_inspect.registry import api_method
-
-from te_torch.debug.features.api import TEConfigAPIMapper
+from te_torch.debug.features.api import Switching
 
 
-class DisableQuantizationLayer(TEConfigAPIMapper):
+class DisableQuantizationLayer(Switching):
     """All GEMMs of a layer run in high precision. It has no key but `enabled`."""
-
-    @api_method
-    def fp8_gemm_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """None of them."""
-        return False, None
 
     def parse_config_and_api(self, config: dict[str, Any], **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
         """Every GEMM is meant."""
