@@ -18,7 +18,7 @@ from te_core.attention import AttentionSpec, Lengths
 from te_core.errors import ArgumentError
 from te_core.layers.context import layer as over_ranks
 from te_core.layers.context.layer import Communicators, Place, communicators
-from te_core.layers.context.products import Plain
+from te_core.layers.context.products import Products
 from te_core.layers.context.rules import OPERATION, check_context
 from te_core.layers.context.schedule import Context
 from te_core.layers.meeting import meet
@@ -279,8 +279,7 @@ def _backward_over_ranks(
     parts = views(spec, *given)  # type: ignore[arg-type]
     rows = on_boundary(rt, dy).reshape(*parts[0].shape[:-1], spec.d_v)
     out = out.reshape(*q.shape[:-1], spec.d_v)
-    products = Plain(q.dtype, spec.needs.bias)
-    found = over_ranks.backward((q, k, v), (rows, out, stats), parts, place, products)
+    found = over_ranks.backward((q, k, v), (rows, out, stats), parts, place, Products(q.dtype, spec.needs.bias))
     return _delivered(rt, given, parts, found.bias, found.sink, spec)  # type: ignore[arg-type]
 
 

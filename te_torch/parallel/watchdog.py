@@ -71,9 +71,11 @@ class Watchdog:
 
     def _look(self, since: dict[tuple[int, int], float], timeout: float) -> float | None:
         """Look once: the seconds until the next time. (What sleeps keeps no group alive.)"""
-        groups, now = self._left(), time.monotonic()
-        if groups is None:
-            return None
+        with self._lock:
+            groups, now = list(self._watched), time.monotonic()
+            if not groups:  # nothing is left, and the thread ends
+                self._thread = None
+                return None
         waits = {(id(group), wait) for group in groups if group not in self._over for wait in group.waiting()}
         for known in [*since]:
             if known not in waits:
@@ -88,14 +90,6 @@ class Watchdog:
             if late or group.failed:
                 self._end(group, late[0] if late else None)
         return _RELEASES if len(self._over) else min(_LONGEST, timeout / _LOOKS)
-
-    def _left(self) -> list[Watched] | None:
-        """What there is to look at; None where nothing is left, and the thread ends."""
-        with self._lock:
-            found = list(self._watched)
-            if not found:
-                self._thread = None
-            return found or None
 
     def _end(self, group: Watched, wait: int | None) -> None:
         """Spoil what there is, and let go. Where even that has to wait, nobody can be told but by the process's end."""
