@@ -77,24 +77,13 @@ class Spread:
     """One call's product over ranks: its `LinearSpec`, a communicator, and what is on its way."""
 
     __slots__ = (
-        "_coming",
-        "_kept",
-        "_own",
-        "_read",
-        "_sum",
-        "_x",
-        "comm",
-        "gathered",
-        "overlap",
-        "precision",
-        "rng",
-        "spec",
-        "split",
-        "where",
-    )
+        "_coming", "_kept", "_own", "_read", "_sum", "_x", "comm", "gathered", "overlap", "precision", "rng", "spec",
+        "split", "where",
+    )  # fmt: skip
 
     def __init__(self, spec: Any, comm: Communicator, where: Where) -> None:
-        split: Split = spec.parallel
+        split: Split | None = spec.parallel
+        assert split is not None
         self.spec, self.split, self.comm, self.where = spec, split, comm, where
         self.precision: Precision | None = spec.precision
         self.gathered = split.gathered
@@ -445,13 +434,6 @@ class Spread:
 def _plain_in(block: Tensor, shape: Sequence[int], dtype: DType) -> Tensor:
     """The values that lie in a block of bytes."""
     return Tensor(block.ptr, tuple(shape), dtype, block.device, block)
-
-
-def gathered_plain(rt: Runtime, comm: Communicator, part: Tensor) -> Tensor:
-    """A tensor in high precision, its first dimension put together."""
-    whole = gather(rt, comm, part).wait()
-    assert isinstance(whole, Tensor)
-    return whole
 
 
 def scattered(rt: Runtime, comm: Communicator, whole: Tensor) -> Tensor:

@@ -32,18 +32,8 @@ class Problem:
     """An attention of this rank's queries, as the calls of its schedule."""
 
     __slots__ = (
-        "_stats",
-        "core",
-        "dbias",
-        "kv_lengths",
-        "pairs",
-        "products",
-        "q_lengths",
-        "rt",
-        "schedule",
-        "sides",
-        "terms",
-    )
+        "_stats", "core", "dbias", "kv_lengths", "pairs", "products", "q_lengths", "rt", "schedule", "sides", "terms",
+    )  # fmt: skip
 
     def __init__(
         self,
