@@ -267,7 +267,11 @@ def _backward_over_ranks(
     if context.heads > 1:
         assert saved.frame_q is not None
         q, k, v = a, b, c
-        shapes = _shapes(spec, saved.frame_q.shape[1:], None if saved.frame_kv is None else saved.frame_kv.shape[1:])
+        second = third = None
+        if saved.frame_kv is not None:
+            second = saved.frame_kv.shape[1:]
+            third = (*second[:-1], spec.d_v) if spec.packing == "separate" or spec.copies else None
+        shapes: tuple[tuple[int, ...] | None, ...] = saved.frame_q.shape[1:], second, third
     else:
         q, k, v = views(spec, a, b, c)
         shapes = tuple(None if t is None else t.shape for t in (a, b, c))
@@ -281,14 +285,6 @@ def _backward_over_ranks(
     out = out.reshape(*q.shape[:-1], spec.d_v)
     found = over_ranks.backward((q, k, v), (rows, out, stats), parts, place, Products(q.dtype, spec.needs.bias))
     return _delivered(rt, given, parts, found.bias, found.sink, spec)  # type: ignore[arg-type]
-
-
-def _shapes(
-    spec: AttentionLayerSpec, a: tuple[int, ...], b: tuple[int, ...] | None
-) -> tuple[tuple[int, ...] | None, ...]:
-    """The shapes of the inputs, from those of the first two."""
-    apart = spec.packing == "separate" or spec.copies
-    return a, b, (*b[:-1], spec.d_v) if apart and b is not None else None
 
 
 def on_boundary(rt: Runtime, t: Tensor) -> Tensor:
@@ -318,14 +314,8 @@ def views(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | Non
 
 def _check_heads(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None) -> None:
     """The tensors are as the spec's packing has them: results, and views of what is packed, are made by it."""
-    h, g, dk, dv = spec.heads, spec.groups, spec.d_qk, spec.d_v
-    if spec.packing == "separate" or spec.copies:
-        tails: tuple[tuple[int, ...], ...] = (h, dk), (g, dk), (g, dv)
-    else:
-        tails = ((g * (dk + dv),),) if spec.packing == "kv" else ((h * dk + g * (dk + dv),),)
-        tails = ((h, dk), *tails) if spec.packing == "kv" else tails
     forms = spec.core.q_format, spec.core.kv_format, spec.core.kv_format
-    for name, t, form, tail in zip("abc", (a, b, c), forms, tails, strict=False):
+    for name, t, form, tail in zip("abc", (a, b, c), forms, tails_of(spec), strict=False):
         whole = len(tail) == 1  # packed: read by strides of its own
         right = t is not None and (
             t.is_contiguous and t.size == prod(_lead(t, form)) * tail[0] if whole else tuple(t.shape[-2:]) == tail
@@ -333,10 +323,19 @@ def _check_heads(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tenso
         if not right:
             raise ArgumentError(
                 "attention",
-                f"{name} = {t!r} with packing={spec.packing!r}, heads={h}, groups={g}, d_qk={dk}, d_v={dv}",
+                f"{name} = {t!r} with packing={spec.packing!r}, heads={spec.heads}, groups={spec.groups}, "
+                f"d_qk={spec.d_qk}, d_v={spec.d_v}",
                 f"{'dense, ' if whole else ''}{form}, each token with {' x '.join(map(str, tail))} channels",
                 f"correct {name} or the spec",
             )
+
+
+def tails_of(spec: AttentionLayerSpec) -> list[tuple[int, ...]]:
+    """What a token has of each tensor that is read: packed, or q, k and v."""
+    h, g, dk, dv = spec.heads, spec.groups, spec.d_qk, spec.d_v
+    if spec.packing == "separate" or spec.copies:
+        return [(h, dk), (g, dk), (g, dv)]
+    return [(h, dk), (g * (dk + dv),)] if spec.packing == "kv" else [(h * dk + g * (dk + dv),)]
 
 
 def _lead(t: Tensor, form: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from te_core import dtypes
 from te_core.arguments import settle
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.attention import AttentionLayerSpec, AttentionSaved, split_options
+from te_core.layers.attention import AttentionLayerSpec, AttentionSaved, split_options, tails_of
 from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector, offer
 from te_core.ops import raw as ops
@@ -102,16 +102,6 @@ def narrow_gradient(
         dy = ops.quantize(rt, dy.matrix(), cast)
     show(rt, inspector, ("dgrad", "do"), given, cast, dy, spec)
     return dy
-
-
-def tails_of(layer: AttentionLayerSpec) -> list[tuple[int, ...]]:
-    """What a token has of each tensor that is quantized."""
-    h, g, dk, dv = layer.heads, layer.groups, layer.d_qk, layer.d_v
-    if layer.packing == "separate" or layer.copies:
-        return [(h, dk), (g, dk), (g, dv)]
-    if layer.packing == "kv":
-        return [(h, dk), (g * (dk + dv),)]
-    return [(h * dk + g * (dk + dv),)]
 
 
 def frames_of(saved: AttentionSaved) -> tuple[Tensor, Tensor, Tensor]:

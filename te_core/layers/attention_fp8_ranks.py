@@ -13,7 +13,7 @@ from typing import Any
 
 from te_core import dtypes
 from te_core.attention import DIMENSIONS
-from te_core.layers.attention import AttentionLayerSpec, AttentionSaved, split_options, terms_of, views
+from te_core.layers.attention import AttentionLayerSpec, AttentionSaved, split_options, tails_of, terms_of, views
 from te_core.layers.attention_fp8_operands import (
     DQKV,
     OUT,
@@ -30,7 +30,6 @@ from te_core.layers.attention_fp8_operands import (
     narrow_gradient,
     parts_of,
     shaped,
-    tails_of,
     three,
 )
 from te_core.layers.context import layer as over_ranks

@@ -138,7 +138,7 @@ class Overlapping:
         carrier = self.carrier(rt)
         if method == RING:
             return made, pushed(rt, (carrier, self.comm), (a, b, c), made.matrix(), run)
-        return made, pipelined(rt, carrier, (a, b, c), made.matrix(), _Pieces(gemm, splits, run))
+        return made, pipelined(rt, carrier, (a, b, c), made.matrix(), gemm, splits, run)
 
     def bulk(self, rt: Runtime, gemm: str, shape: tuple[int, ...]) -> Carrier:
         """How travels what this GEMM has beside it, or what it needs: a whole tensor of this shape."""
@@ -354,15 +354,6 @@ def pushed(
 # --------------------------------------------------------------------------------------- a pipeline of columns
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The columns of a result, piece by piece."""
-
-    gemm: str
-    splits: int
-    run: Multiply
-
-
 def _no_columns(b: Value, gemm: str, n: int, splits: int) -> str:
     """Why a result [M, n] is not made in so many pieces; "" where it is."""
     if isinstance(b, Tensor):
@@ -396,16 +387,22 @@ def _lines(b: Value, gemm: str, start: int, stop: int) -> Value:
 
 
 def pipelined(
-    rt: Runtime, carrier: Carrier, operands: tuple[Value, Value, Tensor], out: Tensor, how: _Pieces
+    rt: Runtime,
+    carrier: Carrier,
+    operands: tuple[Value, Value, Tensor],
+    out: Tensor,
+    gemm: str,
+    splits: int,
+    run: Multiply,
 ) -> Summands:
     """out [m, N] = this rank's rows of the sum of all ranks' a b [M, N], of N in pieces, one after another."""
-    (a, b, c), summands = operands, carrier.summands(rt, out, how.splits)
+    (a, b, c), summands = operands, carrier.summands(rt, out, splits)
     (rows, n) = c.shape
-    width = n // how.splits
-    block = Tensor(c.ptr, (how.splits, rows, width), c.dtype, c.device, c)  # c is not read: its memory has the pieces
-    for i in range(how.splits):
+    width = n // splits
+    block = Tensor(c.ptr, (splits, rows, width), c.dtype, c.device, c)  # c is not read: its memory has the pieces
+    for i in range(splits):
         piece = block.rows(i, i + 1).reshape(rows, width)
-        how.run(rt, a, _lines(b, how.gemm, i * width, (i + 1) * width), piece)
+        run(rt, a, _lines(b, gemm, i * width, (i + 1) * width), piece)
         summands.piece(rt, i, piece)
     summands.arrive(rt)
     return summands

@@ -408,21 +408,18 @@ class Spread:
                     "pad the sequence",
                 )
             made = rt.empty((out.shape[0] // split.size, *out.shape[1:]), out.dtype)
-            handle = self._scatter_beside(rt, gemm, out, made)
+            if self.overlap is None or gemm != "dgrad":
+                handle = self.comm.reduce_scatter(rt, out, made)
+            else:  # it comes beside wgrad, as the options of that say
+                summands = self.overlap.bulk(rt, "wgrad", out.matrix().shape).summands(rt, made.matrix())
+                summands.piece(rt, 0, out.matrix())
+                summands.arrive(rt)
+                handle = summands
         if gemm == "dgrad":
             self._sum = handle
         else:
             handle.wait()
         return made
-
-    def _scatter_beside(self, rt: Runtime, gemm: str, whole: Tensor, out: Tensor) -> Handle:
-        """Have this rank's part of the sum come; dgrad's comes beside wgrad, as the options of that say."""
-        if self.overlap is None or gemm != "dgrad":
-            return self.comm.reduce_scatter(rt, whole, out)
-        summands = self.overlap.bulk(rt, "wgrad", whole.matrix().shape).summands(rt, out.matrix())
-        summands.piece(rt, 0, whole.matrix())
-        summands.arrive(rt)
-        return summands
 
     def settle(self) -> None:
         """Wait for dgrad's sum."""
