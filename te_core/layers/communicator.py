@@ -173,7 +173,7 @@ class InProcessRanks:
         return InProcessCommunicator(self, rank)
 
     def peers_of(self, rank: int) -> Peers | None:
-        """Memory that ranks read without each other's help: none here (te_core.layers.peers has ranks with it)."""
+        """Memory that ranks read without each other's help: none here; tests have ranks with it."""
         return None
 
     @property
