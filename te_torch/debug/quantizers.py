@@ -32,18 +32,7 @@ def quantizer_for(cast: Cast | None, q: QuantizedTensor | None, device: torch.de
         scale = piece_to_torch(cast.scale)
         amax = torch.zeros_like(scale) if cast.amax is None else piece_to_torch(cast.amax)
         return Float8Quantizer(scale, amax, of_core(form.dtype))
-    epsilon, power_of_two, transform = (
-        (0.0, False, False) if cast is None else (cast.epsilon, cast.power_of_two, cast.transform)
-    )
-    scaling = "current" if form.scaling == "tensor" else form.scaling
-    rule = rule_of(
-        form.dtype,
-        scaling,
-        power_of_two,
-        epsilon,
-        tiled=form.tiled,
-        transform=transform,
-        row_scaled=form.row_scaled,
-        bound=form.bound,
-    )
-    return quantizer_of(rule, device)
+    options: dict[str, Any] = {"tiled": form.tiled, "row_scaled": form.row_scaled, "bound": form.bound}
+    if cast is not None:
+        options |= {name: getattr(cast, name) for name in ("epsilon", "power_of_two", "transform")}
+    return quantizer_of(rule_of(form.dtype, "current" if form.scaling == "tensor" else form.scaling, **options), device)

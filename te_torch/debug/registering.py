@@ -5,36 +5,25 @@ from __future__ import annotations
 from nvdlfw_inspect.registry import Registry
 
 from te_torch.debug import selection
-from te_torch.debug.features import (
-    disable_fp8_gemm,
-    disable_fp8_layer,
-    disable_quantization_gemm,
-    disable_quantization_layer,
-    dump_tensors,
-    fake_quant,
-    log_fp8_tensor_stats,
-    log_nvfp4_tensor_stats,
-    log_tensor_stats,
-    per_tensor_scaling,
-    test_dummy_feature,
-)
 from te_torch.debug.features.api import TransformerEngineAPI
+from te_torch.debug.features.disable_fp8_gemm import DisableFP8GEMM
+from te_torch.debug.features.disable_fp8_layer import DisableFP8Layer
+from te_torch.debug.features.disable_quantization_gemm import DisableQuantizationGEMM
+from te_torch.debug.features.disable_quantization_layer import DisableQuantizationLayer
+from te_torch.debug.features.dump_tensors import DumpTensors
+from te_torch.debug.features.fake_quant import FakeQuant
+from te_torch.debug.features.log_fp8_tensor_stats import LogFp8Stats, LogFp8TensorStats
+from te_torch.debug.features.log_nvfp4_tensor_stats import LogNvfp4TensorStats
+from te_torch.debug.features.log_tensor_stats import LogTensorStats
+from te_torch.debug.features.per_tensor_scaling import PerTensorScaling
+from te_torch.debug.features.test_dummy_feature import TestDummyFeature
 
 NAMESPACE = "transformer_engine"
 FEATURES = (
-    log_tensor_stats.LogTensorStats,
-    log_fp8_tensor_stats.LogFp8TensorStats,
-    log_fp8_tensor_stats.LogFp8Stats,
-    log_nvfp4_tensor_stats.LogNvfp4TensorStats,
-    disable_quantization_gemm.DisableQuantizationGEMM,
-    disable_quantization_layer.DisableQuantizationLayer,
-    disable_fp8_gemm.DisableFP8GEMM,
-    disable_fp8_layer.DisableFP8Layer,
-    per_tensor_scaling.PerTensorScaling,
-    fake_quant.FakeQuant,
-    dump_tensors.DumpTensors,
-    test_dummy_feature.TestDummyFeature,
-)
+    LogTensorStats, LogFp8TensorStats, LogFp8Stats, LogNvfp4TensorStats, DisableQuantizationGEMM,
+    DisableQuantizationLayer, DisableFP8GEMM, DisableFP8Layer, PerTensorScaling, FakeQuant, DumpTensors,
+    TestDummyFeature,
+)  # fmt: skip
 
 
 def register() -> None:
