@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from te_core.dtypes import DType
-from te_core.layers.communicator import OPERAND, OUTPUT, Communicator, Handle, Peers, Room, as_bytes
+from te_core.layers.communicator import OPERAND, OUTPUT, Communicator, Handle, Peers, Room, Several, as_bytes
 from te_core.ops import raw as ops
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -106,19 +106,6 @@ def columns_of(out: Tensor, splits: int, number: int) -> Tensor:
     width = out.shape[1] // splits
     ptr = out.ptr + out.dtype.nbytes(number * width)
     return Tensor(ptr, (out.shape[0], width), out.dtype, out.device, out, out.row_major_strides())
-
-
-class Several:
-    """Transfers on their way, as one."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        """See `Handle`."""
-        handles, self._handles = self._handles, ()
-        for handle in handles:
-            handle.wait()
 
 
 # ------------------------------------------------------------------------------------ calls of the communicator

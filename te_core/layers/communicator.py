@@ -29,6 +29,19 @@ class Handle(Protocol):
         """Return once later work of the runtime sees the result."""
 
 
+class Several:
+    """Operations on their way, as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        """See `Handle`."""
+        handles, self._handles = self._handles, ()
+        for handle in handles:
+            handle.wait()
+
+
 #: The kinds of rooms (`Peers.room`): of parts of an operand, and of summands of a result.
 OPERAND, OUTPUT = "operand", "output"
 
@@ -148,14 +161,7 @@ def as_bytes(t: Tensor) -> Tensor:
     return Tensor(t.ptr, (t.nbytes,), dtypes.uint8, t.device, t)
 
 
-class _Done:
-    """What was complete when it was called."""
-
-    def wait(self) -> None:
-        """Nothing."""
-
-
-_done = _Done()
+_done = Several(())  # what was complete when it was called
 
 
 class InProcessRanks:

@@ -110,12 +110,6 @@ class Spread:
             )
         return (leading[0] * self.split.size, *leading[1:])
 
-    def input_rows(self, rows: int) -> int:
-        """The rows of x on this rank, given those of the output gradient."""
-        if self.gathered == "grad":
-            return rows * self.split.size
-        return rows // self.split.size if self.gathered == "input" else rows
-
     # ----------------------------------------------------------------------------------------- operands
 
     def agreed(self, rt: Runtime, x: Tensor, rule: Operand, cast: Cast, column_sum: Tensor | None = None) -> Cast:
@@ -241,7 +235,8 @@ class Spread:
         if found is not None:
             return found
         assert kept_x is not None
-        spec, precision, shape = self.spec, self.precision, (self.input_rows(rows), width)
+        spec, precision, size = self.spec, self.precision, self.split.size
+        shape = rows * size if self.gathered == "grad" else rows // size if self.gathered == "input" else rows, width
         if self.gathered == "input" and (rule := self._rule("input", True)) is not None:
             travels = can_travel(rule, shape[0], True)
             if kept_x.dtype is not dtypes.uint8:

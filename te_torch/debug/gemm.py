@@ -81,28 +81,21 @@ class GemmInspector:
     ) -> Value | None:
         """At a point: what the GEMM reads, or its result, in the place of what there was."""
         with torch.no_grad():
+            if tensor in _ROWS:
+                return self._operand(gemm, tensor, value, cast, out)
             if (gemm, tensor) in ATTENTION_POINTS:
-                return self._attended(gemm, tensor, _Tensor(value, cast, out))
-            if tensor not in _ROWS:
-                return self._result(gemm, tensor, _Tensor(value, None, None))
-            return self._operand(gemm, tensor, value, cast, out)
+                return self._other(gemm, tensor, _Tensor(value, cast, out), True)
+            return self._other(gemm, tensor, _Tensor(value, None, None), False)
 
-    def _attended(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
-        """A tensor of attention: seen in the first run, if a checkpoint runs it again."""
+    def _other(self, gemm: str, tensor: str, seen: _Tensor, attended: bool) -> Value | None:
+        """A result, or a tensor of attention (`attended`): seen in the first run, if a checkpoint runs it again."""
         made = self._modified(gemm, tensor, seen) if (gemm, tensor) in self.plan.modified else None
+        if isinstance(made, QuantizedTorch) and not attended:
+            made = made.dequantize().to(seen.dtype)
         if tensor in self.plan.inspected and (gemm != "fprop" or _graph_task() == -1):
-            read = seen.quantized if made is None else made
-            self._inspected(tensor, seen.plain, read, None, seen.quantizer)
-        return None if made is None else _as_core(made, seen)
-
-    def _result(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
-        made = None
-        if (gemm, tensor) in self.plan.modified:
-            made = self._modified(gemm, tensor, seen)
-            if isinstance(made, QuantizedTorch):
-                made = made.dequantize().to(seen.dtype)
-        if tensor in self.plan.inspected and (tensor != "output" or _graph_task() == -1):
-            self._inspected(tensor, seen.plain if made is None else made, None, None, None)
+            plain = seen.plain if made is None or attended else made
+            read = seen.quantized if made is None else made if attended else None
+            self._inspected(tensor, plain, read, None, seen.quantizer)
         return None if made is None else _as_core(made, seen)
 
     def _operand(

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from te_core import dtypes
 from te_core.errors import UnsupportedError
-from te_core.layers.carriers import Several
-from te_core.layers.communicator import Handle, as_bytes
+from te_core.layers.communicator import Handle, Several, as_bytes
 from te_core.layers.meeting import Facts, disagreement
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor

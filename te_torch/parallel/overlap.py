@@ -419,7 +419,16 @@ def overlap_of(module: Any, name: str, mode: str, precision: Precision | None, d
             "modules whose group is of tp_size ranks",
             "correct tp_size of initialize_ub, or leave the ub_* options of this module out",
         )
-    _check_hosts(operation, module.tp_group)
+    local = env.local_ranks()  # as far as the launcher says how many each host has
+    if local and module.tp_group is not None:
+        hosts = {rank // local for rank in dist.get_process_group_ranks(module.tp_group)}
+        if len(hosts) > 1:
+            raise UnsupportedError(
+                operation,
+                f"overlap over a group on {len(hosts)} hosts",
+                "groups of one host: overlap stays within NVLink",
+                "leave the ub_* options out there",
+            )
     quantized = _FP8 if precision is not None else _NONE
     if quantized not in settings.modes:
         return Overlap(name, idle=f"initialize_ub was not told of the mode {quantized.name}, in which this call runs")
@@ -453,18 +462,3 @@ def _ways(
         )
     of_dgrad = dgrad if scattered or flags.ub_bulk_dgrad else None
     return fprop if flags.ub_overlap_ag else None, of_dgrad, wgrad if flags.ub_bulk_wgrad else None
-
-
-def _check_hosts(operation: str, group: Any) -> None:
-    """The ranks of a group are on one host, as far as the launcher says how many each has."""
-    local = env.local_ranks()
-    if group is None or not local:
-        return
-    hosts = {rank // local for rank in dist.get_process_group_ranks(group)}
-    if len(hosts) > 1:
-        raise UnsupportedError(
-            operation,
-            f"overlap over a group on {len(hosts)} hosts",
-            "groups of one host: overlap stays within NVLink",
-            "leave the ub_* options out there",
-        )

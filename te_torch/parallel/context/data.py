@@ -334,18 +334,6 @@ def _tokens(op: str, cu: torch.Tensor, total: int, size: int, rank: Any = None) 
     return (begin + place).clamp_(0, max(total - 1, 0))
 
 
-def _check_padded(op: str, sums: torch.Tensor, total: int, size: int) -> None:
-    wrong = (sums.diff() % (2 * size)).nonzero()
-    if len(wrong):
-        i = int(wrong[0])
-        got = f"sequence {i} of padded length {int(sums[i + 1] - sums[i])}"
-        do = "pad the sequences by pad_thd_sequences_for_cp, and pass cu_seqlens_padded"
-        raise ArgumentError(op, got, f"padded lengths that {2 * size}, twice the ranks, divides", do)
-    if int(sums[-1]) > total or int(sums[0]):
-        allowed = f"running sums from 0 to at most the {total} tokens"
-        raise ArgumentError(op, f"cu_seqlens_padded from {int(sums[0])} to {int(sums[-1])}", allowed, "correct them")
-
-
 # ------------------------------------------------------------------------------------------------------- lengths
 
 
