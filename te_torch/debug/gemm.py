@@ -8,6 +8,7 @@ reads its columns, then for the one that reads its rows; `inspect_tensor`; `insp
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,31 +41,26 @@ class _Tensor:
         self.dtype = TO_TORCH[value.dtype]
         self.value, self.out, self._cast, self._group = value, out, cast, group
         self.held = weight and out is not None and out.owner is not None  # a parameter that is quantized itself
-        self._plain: torch.Tensor | None = None
-        self._quantized: Any = None
-        self._quantizer: Any = None
 
-    @property
+    @cached_property
     def plain(self) -> torch.Tensor:
         """In high precision."""
-        if self._plain is None:
-            self._plain = piece_to_torch(self.value)
-        return self._plain
+        return piece_to_torch(self.value)
 
-    @property
+    @cached_property
     def quantized(self) -> Any:
         """As the recipe quantized it; None if it did not."""
-        if self._quantized is None and self.out is not None:
-            owner = self.out.owner  # of a held weight, and of what came quantized
-            self._quantized = from_core(self.out, self.out.shape, self.dtype) if owner is None else owner
-        return self._quantized
+        if self.out is None:
+            return None
+        owner = self.out.owner  # of a held weight, and of what came quantized
+        return from_core(self.out, self.out.shape, self.dtype) if owner is None else owner
 
-    @property
+    @cached_property
     def quantizer(self) -> Any:
         """What the recipe quantizes it by."""
-        if self._quantizer is None and (self._cast is not None or self.out is not None):
-            self._quantizer = quantizer_for(self._cast, self.out, self.plain.device, self._group)
-        return self._quantizer
+        if self._cast is None and self.out is None:
+            return None
+        return quantizer_for(self._cast, self.out, self.plain.device, self._group)
 
 
 class GemmInspector:

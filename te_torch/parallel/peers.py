@@ -270,21 +270,21 @@ class GroupPeers:
 
     @property
     def failed(self) -> bool:
-        """See `Watched`, as for the others."""
+        """Whether a rank of the group has given up."""
         return self.flags.failed
 
     def waiting(self) -> list[int]:
-        """As said there."""
+        """What streams of this rank wait for now, by numbers."""
         return self.flags.waiting(self._own)
 
     def fail(self, waiting: int | None) -> None:
-        """As said there."""
+        """Give up, because of this wait or because another rank has: the next call raises."""
         if waiting is not None:
             self._lost = f"{self.rank} has waited in vain for {waiting % self.size} (numbers in the group)"
         self.flags.fail()
 
     def spoil(self) -> None:
-        """As said there."""
+        """Fill with NaNs what ranks read of one another, and wait until it is done."""
         with self.driver.on(self.device):
             for found in [*self._mapped.values(), *self._outgrown]:
                 for address in found.addresses:
@@ -292,7 +292,7 @@ class GroupPeers:
             self.driver.synchronize(self._spoiling)
 
     def release(self) -> None:
-        """As said there."""
+        """End the waits that there are now."""
         self.flags.release(self._own)
 
 
