@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import wraps
+from typing import Any
+
+from nvdlfw_inspect import config_manager
 from nvdlfw_inspect.registry import Registry
 
-from te_torch.debug import selection
 from te_torch.debug.features.api import TransformerEngineAPI
 from te_torch.debug.features.disable_fp8_gemm import DisableFP8GEMM
 from te_torch.debug.features.disable_fp8_layer import DisableFP8Layer
@@ -19,6 +23,7 @@ from te_torch.debug.features.per_tensor_scaling import PerTensorScaling
 from te_torch.debug.features.test_dummy_feature import TestDummyFeature
 
 NAMESPACE = "transformer_engine"
+_SELECTORS = ("exact_layer_names", "layer_name_regex_pattern", "layer_numbers", "layer_types")
 FEATURES = (
     LogTensorStats, LogFp8TensorStats, LogFp8Stats, LogNvfp4TensorStats, DisableQuantizationGEMM,
     DisableQuantizationLayer, DisableFP8GEMM, DisableFP8Layer, PerTensorScaling, FakeQuant, DumpTensors,
@@ -28,9 +33,46 @@ FEATURES = (
 
 def register() -> None:
     """Once for each `initialize`: what is registered already stays."""
-    selection.adapt()
+    _adapt_selection()
     known = Registry.data.get(NAMESPACE)
     if known is None or known.api is None:
         Registry.register_namespace_api(namespace=NAMESPACE)(TransformerEngineAPI)
     for feature in FEATURES:
         Registry.register_feature(namespace=NAMESPACE)(feature)
+
+
+def _adapt_selection() -> None:
+    """Have sections of the configuration select layers where nvdlfw_inspect 0.2.2 has an error and no answer: once for
+    a process, another time changes nothing.
+
+    `layer_numbers: 3` is `layer_numbers: [3]`; a layer that `exact_layer_names` does not list is one that the section
+    does not select. A key under `layers` that is no selector is a warning: the package does not read it.
+    """
+    selects, parse = config_manager.is_layer_in_cfg, config_manager.LayerSpec._parse_layer_numbers
+    if hasattr(selects, "__wrapped__"):
+        return
+
+    @wraps(selects)
+    def selected(layer_name: str, cfg: Any) -> bool:
+        listed = cfg.layers.exact_layer_names
+        return bool(selects(layer_name, cfg)) if listed is None else layer_name in listed
+
+    @wraps(parse)
+    def parsed(self: Any, numbers: Any) -> Any:
+        return parse(self, [numbers] if type(numbers) is int else numbers)
+
+    initialize = config_manager.LayerSpec.initialize
+
+    @wraps(initialize)
+    def initialized(self: Any, cfg: Any) -> None:
+        for key in cfg:
+            if key not in _SELECTORS:
+                warnings.warn(
+                    f"precision debugging: layers: {key!r} selects nothing. Allowed: {', '.join(_SELECTORS)}.",
+                    stacklevel=2,
+                )
+        initialize(self, cfg)
+
+    config_manager.LayerSpec.initialize = initialized
+    config_manager.is_layer_in_cfg = selected
+    config_manager.LayerSpec._parse_layer_numbers = parsed

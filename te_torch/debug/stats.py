@@ -11,6 +11,7 @@ over its team, and any other tensor's over the reduction group.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -28,6 +29,8 @@ from te_torch.debug.records import Records, merged
 from te_torch.debug.state import TEDebugState
 from te_torch.exchange import all_gather_object
 from te_torch.runtime import runtime_for, to_core
+
+_MARK = "\0"
 
 #: Gives the value of a statistic from a record.
 Formula = Callable[[Any], float]  # of `Statistics`
@@ -258,12 +261,40 @@ def write() -> None:
     """Write the statistics of the iteration that ended."""
     from nvdlfw_inspect import api
 
-    from te_torch.debug import lines
-
     group = api.get_tensor_reduction_group()
     ended = api.DEBUG_MANAGER._trainer_iteration_count - 1
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1 and _logs_in(ended)
-    lines.log(STATS_BUFFERS.write(group, together))
+    log(STATS_BUFFERS.write(group, together))
+
+
+def log(scalars: Sequence[tuple[str, float, int]]) -> None:
+    """Hand (name, value, iteration) to every logger of nvdlfw_inspect that is enabled.
+
+    Its own one writes hundreds of lines at once, for the next step waits: the time, the level and the rest of a line
+    are all the same.
+    """
+    from nvdlfw_inspect.logging import FileLogger, MetricLogger
+
+    if not scalars:
+        return
+    for logger in MetricLogger.enabled_loggers:
+        own = getattr(logger, "stats_logger", None)
+        if type(logger) is not FileLogger or not isinstance(own, logging.Logger) or not _is_plain(own):
+            for name, value, iteration in scalars:
+                logger.log_scalar(name, value, iteration=iteration)
+            continue
+        texts = [f"{name} \t\t\t\t iteration={at:06d} \t\t\t\t value={value:.4f}" for name, value, at in scalars]
+        for handler in own.handlers:
+            record: Any = logging.LogRecord(own.name, logging.INFO, __file__, 0, _MARK, None, None)
+            before, _, after = handler.format(record).partition(_MARK)
+            record.msg = f"{after}\n{before}".join(texts)
+            handler.handle(record)
+
+
+def _is_plain(logger: logging.Logger) -> bool:
+    """Whether it does nothing but write lines into files."""
+    plain = all(type(h) is logging.FileHandler and not h.filters and h.level <= logging.INFO for h in logger.handlers)
+    return plain and not (logger.filters or logger.propagate) and logger.isEnabledFor(logging.INFO)
 
 
 def _logs_in(iteration: int) -> bool:
