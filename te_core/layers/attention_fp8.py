@@ -165,7 +165,12 @@ def backward(
     if not rule.backward:
         dy = dense(rt, dy, spec.dtype)
         offer(rt, inspectors[0], ("dgrad", "do"), dy)
-        return _plain_backward(rt, dy, operands, out, saved, spec)
+        # By attention in the activation dtype, from the values that forward used.
+        a, b, c = parts_of(layer, [ops.dequantize(rt, x, spec.dtype) for x in operands], saved)
+        plain = saved._replace(a=a, b=b, c=c, out=dense(rt, out, spec.dtype))
+        found = plain_backward(rt, dy, None, plain, spec=replace(layer, recompute=False))
+        rows = [(g, frame.shape[:-1]) for g, frame in zip(found, frames, strict=False)]
+        return tuple([None if g is None else g.reshape(*lead, prod(g.shape[len(lead) :])) for g, lead in rows])
     dy = narrow_gradient(rt, dy, spec, scales, inspectors[0])
     grads = _fp8_backward(rt, dy, operands, out, saved, spec, scales)
     if layer.copies:
@@ -236,14 +241,3 @@ def _fp8_backward(
         scales=back,
     )
     return made
-
-
-def _plain_backward(
-    rt: Runtime, dy: Tensor, operands: Operands, out: Value, saved: AttentionSaved, spec: AttentionFp8Spec
-) -> tuple[Value | None, ...]:
-    """The gradients by attention in the activation dtype, from the values that forward used."""
-    a, b, c = parts_of(spec.attention, [ops.dequantize(rt, x, spec.dtype) for x in operands], saved)
-    plain = saved._replace(a=a, b=b, c=c, out=dense(rt, out, spec.dtype))
-    grads = plain_backward(rt, dy, None, plain, spec=replace(spec.attention, recompute=False))
-    rows = [(g, frame.shape[:-1]) for g, frame in zip(grads, frames_of(saved), strict=False)]
-    return tuple([None if g is None else g.reshape(*lead, prod(g.shape[len(lead) :])) for g, lead in rows])

@@ -252,13 +252,16 @@ class InProcessCommunicator:
 
     def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
+        return self._placed("all_gather", part, out, lambda values: values)
+
+    def _placed(self, name: str, t: Tensor, out: Tensor, part: Callable[[Any], Any]) -> Handle:
         target = as_bytes(out).numpy().reshape(self.size, -1)
 
         def fill(given: list[np.ndarray[Any, Any]]) -> None:
             for i, values in enumerate(given):
-                target[i] = values
+                target[i] = part(values)
 
-        return self._collective("all_gather", as_bytes(part), fill)
+        return self._collective(name, as_bytes(t), fill)
 
     def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
@@ -283,13 +286,7 @@ class InProcessCommunicator:
 
     def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
-        target = as_bytes(out).numpy().reshape(self.size, -1)
-
-        def fill(given: list[np.ndarray[Any, Any]]) -> None:
-            for i, values in enumerate(given):
-                target[i] = values.reshape(self.size, -1)[self.rank]
-
-        return self._collective("all_to_all", as_bytes(t), fill)
+        return self._placed("all_to_all", t, out, lambda values: values.reshape(self.size, -1)[self.rank])
 
     def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Handle:
         """See `Communicator`; here all ranks of the group take part."""

@@ -134,7 +134,13 @@ class Door(Choice):
             if module._weight_names():
                 self._tell(name, plan, quantized)
             due = min(due, again)
-            found.append(None if plan.idle else self._inspector(name, plan, team_of(module, number)))
+            made = None
+            if not plan.idle:
+                team = team_of(module, number)
+                made = self._made.get((name, plan, team))
+                if made is None:
+                    made = self._made[name, plan, team] = GemmInspector(name, plan.request, plan, team)
+            found.append(made)
         # What features say of a layer in high precision tells nothing about it in a quantized one.
         self.due = now + 1 if any(found) else now if any(settled) and not quantized else max(due, now + 1)
         return tuple(found * (module.gemms // len(names))) if any(found) else None
@@ -150,12 +156,6 @@ class Door(Choice):
                 return plan, min(questions.later, default=_NEVER)
             self._for_good[name, quantized] = plan
         return plan, _NEVER
-
-    def _inspector(self, name: str, plan: Plan, team: Team) -> GemmInspector:
-        made = self._made.get((name, plan, team))
-        if made is None:
-            made = self._made[name, plan, team] = GemmInspector(name, plan.request, plan, team)
-        return made
 
     def _tell(self, name: str, plan: Plan, quantized: bool) -> None:
         """The lines of the log that say what happens to each operand: once for each layer."""

@@ -195,6 +195,29 @@ class Changing(Switching):
         """Those that are configured."""
         return True, iteration + 1
 
+    @api_method
+    def modify_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        default_quantizer: Any,
+        iteration: int,
+        out: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """What the GEMM reads in its place; nothing if that was written to `out`."""
+        made = self._changed(config, layer_name, tensor, default_quantizer, out, dtype)
+        self._say("process_tensor", layer_name, gemm, tensor_name)
+        return made
+
+    def _changed(
+        self, config: dict[str, Any], layer: str, tensor: torch.Tensor, quantizer: Any, out: Any, dtype: Any
+    ) -> Any:
+        raise NotImplementedError
+
 
 def _levels(config: Any) -> Iterator[dict[str, Any]]:
     """A configuration, and what its `_struct`s give to single GEMMs and tensors."""
