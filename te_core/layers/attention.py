@@ -203,12 +203,13 @@ def backward(
     da, db, dc = (None if shape is None else rt.empty(shape, q.dtype) for shape in shapes)
     parts = views(spec, da, db, dc)  # type: ignore[arg-type]
     rows, out = (*parts[0].shape[:-1], spec.d_v), out.reshape(*q.shape[:-1], spec.d_v)
+    dy = on_boundary(rt, dy).reshape(*rows)
     if place is None:
         of: dict[str, Any] = {"spec": core, "terms": terms, "bias_grad": spec.needs.bias}
-        found = ops.attention_backward(rt, on_boundary(rt, dy).reshape(*rows), q, k, v, out, stats, grads=parts, **of)
+        found: Any = ops.attention_backward(rt, dy, q, k, v, out, stats, grads=parts, **of)
     else:
-        given = on_boundary(rt, dy).reshape(*rows), out, stats
-        found = over_ranks.backward((q, k, v), given, parts, place, Products(q.dtype, spec.needs.bias))
+        found = over_ranks.backward((q, k, v), (dy, out, stats), parts, place, Products(q.dtype, spec.needs.bias))
+    del dy  # it may be a copy
     if spec.copies:
         da, db, dc = ops.rope_qkv_backward(rt, *parts, None, None, **split_options(spec)), None, None
     to_q, to_k, to_v, bias, sink = spec.needs

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -112,9 +113,9 @@ class _High(Around):
 
     operation = "bisect"
 
-    def __init__(self, layer: str, high: set[tuple[str, str]], own: Any) -> None:
+    def __init__(self, layers: list[str], high: set[tuple[str, str]], number: int, own: Any) -> None:
         super().__init__(frozenset(PLAIN), own)  # all operands
-        self._layer, self._high = layer, high
+        self._layer, self._high = layers[number], high
 
     def inspect(self, rt: Any, gemm: str, tensor: str, value: Any, cast: Any, out: Any) -> Any:
         """The value itself in the place of what it was quantized to."""
@@ -144,7 +145,7 @@ class _Steps(Guest):
         for name, module, _ in self._products:
             by_module.setdefault(module, []).append(name)
         for module, names in by_module.items():
-            self.put(module, lambda number, own, names=names: _High(names[number], self._high, own))
+            self.put(module, partial(_High, names, self._high))
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -106,7 +106,7 @@ class GroupCommunicator:
             dist.P2POp(dist.irecv, taken, group=self.group, group_peer=source),
         ]
         with telling("send and receive", self.group):
-            works = dist.batch_isend_irecv(moves)
+            works: list[Any] = dist.batch_isend_irecv(moves)
         return Work("send and receive", self.group, Several(works), given, taken)
 
     def agree(self, rt: Runtime, operation: str, facts: Facts) -> None:

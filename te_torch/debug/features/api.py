@@ -173,14 +173,14 @@ class Switching(TEConfigAPIMapper):
     """A feature that says of GEMMs whether they run in FP8, in every iteration."""
 
     in_fp8: ClassVar[bool] = False
-    older: ClassVar[tuple[str, ...]] = ()  # the feature's older name, and the newer one
+    older: ClassVar[tuple[str, str] | None] = None  # the feature's older name, and the newer one
 
     @api_method
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """All of them, or none."""
-        if self.older:
+        if self.older is not None:
             deprecated(*self.older)
         return self.in_fp8, None
 
