@@ -10,9 +10,9 @@ from te_torch.debug.features.api import Switching
 class DisableQuantizationLayer(Switching):
     """All GEMMs of a layer run in high precision. It has no key but `enabled`."""
 
+    keys = frozenset(("enabled",))
+
     def parse_config_and_api(self, config: dict[str, Any], **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
         """Every GEMM is meant."""
-        for name in config:
-            if name != "enabled":
-                raise ValueError(f"{type(self).__name__} has no key {name!r}. Allowed: enabled.")
+        self._check(config)
         return True, None
