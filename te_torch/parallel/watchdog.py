@@ -1,9 +1,9 @@
 """An end for waits that nobody would end: a rank that waits too long for another one goes on, and says so.
 
 Waits between GPUs take no part of the host, so no call of a program notices a rank that died. One thread of the process
-looks at what its groups wait for (`GroupPeers`). What waits for one announcement for UB_TIMEOUT seconds has failed: its
-memory is filled with NaNs, so that no result of the meantime passes for one, all waits are released, and the group's
-next call raises. The other ranks, whose memory shows it, do the same.
+looks at what its groups wait for (`GroupPeers` in te_torch/parallel/peers.py). What waits for one announcement for
+UB_TIMEOUT seconds has failed: its memory is filled with NaNs, so that no result of the meantime passes for one, all
+waits are released, and the group's next call raises. The other ranks, whose memory shows it, do the same.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 from te_core import env
-
-if TYPE_CHECKING:
-    from te_torch.parallel.peers import GroupPeers
 
 _LOOKS = 50  # in the time of a timeout,
 _LONGEST = 1.0  # but one in so many seconds
@@ -31,11 +28,11 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._watched: weakref.WeakSet[GroupPeers] = weakref.WeakSet()
-        self._over: weakref.WeakSet[GroupPeers] = weakref.WeakSet()  # those that have failed
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._over: weakref.WeakSet[Any] = weakref.WeakSet()  # those that have failed
         self._thread: threading.Thread | None = None
 
-    def watch(self, group: GroupPeers) -> None:
+    def watch(self, group: Any) -> None:
         """Look at a group as long as it lives."""
         with self._lock:
             self._watched.add(group)
@@ -74,7 +71,7 @@ class Watchdog:
                 self._end(group, late[0] if late else None)
         return _RELEASES if len(self._over) else min(_LONGEST, timeout / _LOOKS)
 
-    def _end(self, group: GroupPeers, wait: int | None) -> None:
+    def _end(self, group: Any, wait: int | None) -> None:
         """Spoil what there is, and let go. Where even that has to wait, nobody can be told but by the process's end."""
         group.fail(wait)
         spoiling = threading.Thread(target=group.spoil, daemon=True)
