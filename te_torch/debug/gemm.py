@@ -15,15 +15,17 @@ import torch
 
 from te_core.errors import UnsupportedError
 from te_core.layers.inspector import ATTENTION_POINTS, Request
+from te_core.precision import rule_of
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.debug.layers import ALONE, Team
-from te_torch.debug.quantizers import quantizer_for
 from te_torch.debug.state import TEDebugState
 from te_torch.debug.stats import STATS_BUFFERS
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import TO_TORCH, piece_to_torch, to_core
+from te_torch.tensors import Float8CurrentScalingQuantizer, Float8Quantizer, quantizer_of
+from te_torch.tensors.dtype import of_core
 from te_torch.tensors.wrap import from_core
 
 Value = Tensor | QuantizedTensor
@@ -61,6 +63,31 @@ class _Tensor:
         if self._cast is None and self.out is None:
             return None
         return quantizer_for(self._cast, self.out, self.plain.device, self._group)
+
+
+def quantizer_for(cast: Cast | None, q: QuantizedTensor | None, device: torch.device, group: Any = None) -> Any:
+    """The quantizer that a recipe's cast stands for; where a weight was quantized before, its format.
+
+    group: of the ranks that have other parts of the tensor, which need one scale. (That of a recipe with a history is
+    equal on all of them. Who scales otherwise finds the group in `amax_reduction_group`.)
+    """
+    form = cast.format if cast is not None else None if q is None else q.format
+    if form is None:
+        return None
+    if group is not None and form.scaling == "tensor":
+        made = quantizer_for(cast, q, device).copy()
+        made.amax_reduction_group = group
+        if isinstance(made, Float8CurrentScalingQuantizer):
+            made.with_amax_reduction = True
+        return made
+    if form.scaling == "tensor" and cast is not None and cast.scale is not None:
+        scale = piece_to_torch(cast.scale)
+        amax = torch.zeros_like(scale) if cast.amax is None else piece_to_torch(cast.amax)
+        return Float8Quantizer(scale, amax, of_core(form.dtype))
+    options: dict[str, Any] = {"tiled": form.tiled, "row_scaled": form.row_scaled, "bound": form.bound}
+    if cast is not None:
+        options |= {name: getattr(cast, name) for name in ("epsilon", "power_of_two", "transform")}
+    return quantizer_of(rule_of(form.dtype, "current" if form.scaling == "tensor" else form.scaling, **options), device)
 
 
 class GemmInspector:
