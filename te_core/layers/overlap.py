@@ -66,11 +66,11 @@ class Overlap:
 class Overlapping:
     """One call's overlap: which of its products do, and what is on its way."""
 
-    __slots__ = ("_carrier", "_ring", "comm", "ran", "spec", "ways")
+    __slots__ = ("_carrier", "comm", "ran", "ring", "spec", "ways")
 
     def __init__(self, spec: Any, ways: Overlap, ran: dict[str, str], comm: Communicator) -> None:
         self.spec, self.ways, self.ran, self.comm = spec, ways, ran, comm
-        self._ring: Ring | None = None
+        self.ring: Ring | None = None  # parts of an operand on their way
         self._carrier: Carrier | None = None
 
     def carrier(self, rt: Runtime) -> Carrier:
@@ -94,13 +94,13 @@ class Overlapping:
         if reason:
             self._plain(rt, gemm, reason)
             return False
-        self._ring = Ring(rt, self.comm, self.carrier(rt), part)
+        self.ring = Ring(rt, self.comm, self.carrier(rt), part)
         self._ran(rt, gemm, f"overlapped by {RING}, in {self.comm.size} parts")
         return True
 
     def multiply_parts(self, rt: Runtime, b: Value, out: Tensor, run: Multiply, keep: bool) -> Value | None:
         """The product of an operand that has begun to come. (Its whole, if that is to be kept and can be read.)"""
-        ring, self._ring = self._ring, None
+        ring, self.ring = self.ring, None
         assert ring is not None
         c = out.matrix()
         for lane, rank, part in ring.parts():
@@ -108,11 +108,6 @@ class Overlapping:
             run(lane, part, b, c.rows(rank * m, (rank + 1) * m))
         ring.end()
         return ring.kept(rt) if keep else None
-
-    @property
-    def coming(self) -> bool:
-        """Whether parts are on their way."""
-        return self._ring is not None
 
     def multiply_summands(
         self, rt: Runtime, gemm: str, a: Value, b: Value, out: Tensor, run: Multiply

@@ -365,7 +365,7 @@ class Spread:
         overlap = self.overlap
         assert overlap is not None
         if gemm != "wgrad" and self.gathered == {"fprop": "input", "dgrad": "grad"}[gemm]:
-            if not overlap.coming and not self._begin_parts(rt, gemm, a):
+            if overlap.ring is None and not self._begin_parts(rt, gemm, a):
                 return None
             whole = overlap.multiply_parts(rt, b, out, run, gemm == "dgrad" and self.spec.needs.weight)
             self._kept, self._read = (None, None) if whole is None else (whole, a)
