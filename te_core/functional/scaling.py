@@ -53,7 +53,7 @@ class Scaling:
 
     def __init__(self, recipe: Recipe, function: Any, *, like: Any, gemms: int | None = None) -> None:
         layer = getattr(function, "layer", None)
-        if not isinstance(layer, Layer) or not layer.takes_recipe:
+        if not isinstance(layer, Layer) or not layer.products:
             allowed = "te.linear, te.transformer_layer, or another function with weights that are multiplied"
             raise ArgumentError(
                 "Scaling", f"function = {function!r}", allowed, "pass the function that takes this state"

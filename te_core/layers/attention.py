@@ -18,7 +18,7 @@ from te_core.attention import AttentionSpec, Lengths
 from te_core.errors import ArgumentError
 from te_core.layers.context import layer as over_ranks
 from te_core.layers.context.layer import Communicators, Place, communicators
-from te_core.layers.context.products import Plain
+from te_core.layers.context.products import Products
 from te_core.layers.context.rules import OPERATION, check_context
 from te_core.layers.context.schedule import Context
 from te_core.layers.meeting import meet
@@ -148,20 +148,22 @@ def forward(
     inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
     q, k, v = views(spec, a, b, c)
     out = rt.empty((*_lead(a, spec.core.q_format), spec.heads * spec.d_v), q.dtype)
-    if spec.context is not None:
-        return _over_ranks(rt, inputs, (q, k, v), out, spec, comm)
-    done = ops.attention_forward(
-        rt,
-        q,
-        k,
-        v,
-        spec=spec.core,
-        terms=terms_of(inputs),
-        stats=any(spec.needs) and not spec.recompute,
-        out=Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner),
-    )
+    rows = Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner)
+    context, terms, kept, stats = spec.context, terms_of(inputs), out, any(spec.needs) and not spec.recompute
+    frames: tuple[Tensor | None, Tensor | None] = None, None
+    if context is None:
+        done: Any = ops.attention_forward(rt, q, k, v, spec=spec.core, terms=terms, stats=stats, out=rows)
+    else:  # each rank has a part of every sequence
+        check_context(spec.core, context, q, k, v, bias)
+        for one in communicators(context, comm):
+            meet(rt, one, "DotProductAttention", spec, OPERATION, q=q, k=k, v=v)
+        done = over_ranks.forward((q, k, v), rows, Place(rt, context, comm, spec.core, terms))
+        if context.heads > 1:
+            frames = rt.empty((0, *a.shape), a.dtype), None if b is None else rt.empty((0, *b.shape), b.dtype)
+            inputs, kept = inputs._replace(**dict(zip("abc", done.parts, strict=True))), done.out
     outputs = (out,) if done.max_logit is None else (out, done.max_logit)
-    return outputs, AttentionSaved(*inputs, None if spec.recompute else out, done.stats)
+    kept_out, kept_stats = None if spec.recompute else kept, done.stats if stats else None
+    return outputs, AttentionSaved(*inputs, kept_out, kept_stats, *frames)
 
 
 @explained
@@ -178,118 +180,41 @@ def backward(
     """(da, db, dc, dbias, None, dsink): gradients of the inputs as they came."""
     if saved.bias is not None:
         saved = saved._replace(bias=on_boundary(rt, saved.bias))  # traced code saves the input, not forward's copy
-    if spec.context is not None:
-        return _backward_over_ranks(rt, dy, saved, spec, comm)
-    terms = terms_of(saved)
-    a, b, c = saved[:3]
-    q, k, v = views(spec, a, b, c)
+    (a, b, c), context, terms = saved[:3], spec.context, terms_of(saved)
     core = replace(spec.core, max_logit=False) if spec.core.max_logit else spec.core
-    out, stats = saved.out, saved.stats
-    if spec.recompute:
-        out, stats, _ = ops.attention_forward(rt, q, k, v, spec=core, terms=terms)
-    assert out is not None and stats is not None
-    shape = (*q.shape[:-1], spec.d_v)
-    da, db, dc = rt.empty(a.shape, a.dtype), b and rt.empty(b.shape, b.dtype), c and rt.empty(c.shape, c.dtype)
-    dq, dk, dv = views(spec, da, db, dc)
-    found = ops.attention_backward(
-        rt,
-        on_boundary(rt, dy).reshape(*shape),
-        q,
-        k,
-        v,
-        out.reshape(*shape),
-        stats,
-        spec=core,
-        terms=terms,
-        grads=(dq, dk, dv),
-        bias_grad=spec.needs.bias,
-    )
-    return _delivered(rt, (da, db, dc), (dq, dk, dv), found.bias, found.sink, spec)
-
-
-def _delivered(
-    rt: Runtime,
-    given: tuple[Tensor, Tensor | None, Tensor | None],
-    parts: tuple[Tensor, Tensor, Tensor],
-    dbias: Tensor | None,
-    dsink: Tensor | None,
-    spec: AttentionLayerSpec,
-) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, of the inputs as they came, and of their views."""
-    da: Tensor | None
-    da, db, dc = given
-    if spec.copies:
-        da, db, dc = ops.rope_qkv_backward(rt, *parts, None, None, **split_options(spec)), None, None
-    to_q, to_k, to_v, bias, sink = spec.needs
-    wanted = da if to_q else None, db if to_k else None, dc if to_v else None
-    return *wanted, dbias if bias else None, None, dsink if sink else None
-
-
-# -------------------------------------------------------------------------------------------- over ranks
-
-
-def _over_ranks(
-    rt: Runtime,
-    inputs: AttentionInputs,
-    parts: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    spec: AttentionLayerSpec,
-    comm: Communicators | None,
-) -> tuple[tuple[Tensor, ...], AttentionSaved]:
-    """`forward` where each rank has a part of every sequence."""
-    q, k, v = parts
-    context, exchanged = spec.context, spec.context is not None and spec.context.heads > 1
-    assert context is not None
-    check_context(spec.core, context, *parts, inputs.bias)
-    for one in communicators(context, comm):
-        meet(rt, one, "DotProductAttention", spec, OPERATION, q=q, k=k, v=v)
-    rows = Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner)
-    made = over_ranks.forward(parts, rows, Place(rt, context, comm, spec.core, terms_of(inputs)))
-    frames: tuple[Tensor | None, Tensor | None] = None, None
-    if exchanged:
-        a, b = inputs.a, inputs.b
-        frames = rt.empty((0, *a.shape), a.dtype), None if b is None else rt.empty((0, *b.shape), b.dtype)
-        inputs = inputs._replace(**dict(zip("abc", made.parts, strict=True)))
-    kept, stats = (None, None) if spec.recompute else (made.out if exchanged else out, made.stats)
-    outputs = (out,) if made.max_logit is None else (out, made.max_logit)
-    return outputs, AttentionSaved(*inputs, kept, stats if any(spec.needs) else None, *frames)
-
-
-def _backward_over_ranks(
-    rt: Runtime, dy: Tensor, saved: AttentionSaved, spec: AttentionLayerSpec, comm: Communicators | None
-) -> tuple[Tensor | None, ...]:
-    """`backward` where each rank has a part of every sequence."""
-    context = spec.context
-    assert context is not None
-    core = replace(spec.core, max_logit=False) if spec.core.max_logit else spec.core
-    place = Place(rt, context, comm, core, terms_of(saved))
-    a, b, c = saved[:3]
-    if context.heads > 1:
+    place = None if context is None else Place(rt, context, comm, core, terms)
+    if context is not None and context.heads > 1:  # q, k and v stand here as they were attended with
         assert saved.frame_q is not None
         q, k, v = a, b, c
-        shapes = _shapes(spec, saved.frame_q.shape[1:], None if saved.frame_kv is None else saved.frame_kv.shape[1:])
+        second = third = None
+        if saved.frame_kv is not None:
+            second = saved.frame_kv.shape[1:]
+            third = (*second[:-1], spec.d_v) if spec.packing == "separate" or spec.copies else None
+        shapes: tuple[tuple[int, ...] | None, ...] = saved.frame_q.shape[1:], second, third
     else:
         q, k, v = views(spec, a, b, c)
         shapes = tuple(None if t is None else t.shape for t in (a, b, c))
     out, stats = saved.out, saved.stats
-    if spec.recompute:
+    if spec.recompute and place is not None:
         out, stats = over_ranks.recomputed((q, k, v), place)
+    elif spec.recompute:
+        out, stats, _ = ops.attention_forward(rt, q, k, v, spec=core, terms=terms)
     assert out is not None and stats is not None
-    given = tuple(None if shape is None else rt.empty(shape, q.dtype) for shape in shapes)
-    parts = views(spec, *given)  # type: ignore[arg-type]
-    rows = on_boundary(rt, dy).reshape(*parts[0].shape[:-1], spec.d_v)
-    out = out.reshape(*q.shape[:-1], spec.d_v)
-    products = Plain(q.dtype, spec.needs.bias)
-    found = over_ranks.backward((q, k, v), (rows, out, stats), parts, place, products)
-    return _delivered(rt, given, parts, found.bias, found.sink, spec)  # type: ignore[arg-type]
-
-
-def _shapes(
-    spec: AttentionLayerSpec, a: tuple[int, ...], b: tuple[int, ...] | None
-) -> tuple[tuple[int, ...] | None, ...]:
-    """The shapes of the inputs, from those of the first two."""
-    apart = spec.packing == "separate" or spec.copies
-    return a, b, (*b[:-1], spec.d_v) if apart and b is not None else None
+    da, db, dc = (None if shape is None else rt.empty(shape, q.dtype) for shape in shapes)
+    parts = views(spec, da, db, dc)  # type: ignore[arg-type]
+    rows, out = (*parts[0].shape[:-1], spec.d_v), out.reshape(*q.shape[:-1], spec.d_v)
+    dy = on_boundary(rt, dy).reshape(*rows)
+    if place is None:
+        of: dict[str, Any] = {"spec": core, "terms": terms, "bias_grad": spec.needs.bias}
+        found: Any = ops.attention_backward(rt, dy, q, k, v, out, stats, grads=parts, **of)
+    else:
+        found = over_ranks.backward((q, k, v), (dy, out, stats), parts, place, Products(q.dtype, spec.needs.bias))
+    del dy  # it may be a copy
+    if spec.copies:
+        da, db, dc = ops.rope_qkv_backward(rt, *parts, None, None, **split_options(spec)), None, None
+    to_q, to_k, to_v, bias, sink = spec.needs
+    wanted = da if to_q else None, db if to_k else None, dc if to_v else None
+    return *wanted, found.bias if bias else None, None, found.sink if sink else None
 
 
 def on_boundary(rt: Runtime, t: Tensor) -> Tensor:
@@ -319,14 +244,8 @@ def views(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | Non
 
 def _check_heads(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None) -> None:
     """The tensors are as the spec's packing has them: results, and views of what is packed, are made by it."""
-    h, g, dk, dv = spec.heads, spec.groups, spec.d_qk, spec.d_v
-    if spec.packing == "separate" or spec.copies:
-        tails: tuple[tuple[int, ...], ...] = (h, dk), (g, dk), (g, dv)
-    else:
-        tails = ((g * (dk + dv),),) if spec.packing == "kv" else ((h * dk + g * (dk + dv),),)
-        tails = ((h, dk), *tails) if spec.packing == "kv" else tails
     forms = spec.core.q_format, spec.core.kv_format, spec.core.kv_format
-    for name, t, form, tail in zip("abc", (a, b, c), forms, tails, strict=False):
+    for name, t, form, tail in zip("abc", (a, b, c), forms, tails_of(spec), strict=False):
         whole = len(tail) == 1  # packed: read by strides of its own
         right = t is not None and (
             t.is_contiguous and t.size == prod(_lead(t, form)) * tail[0] if whole else tuple(t.shape[-2:]) == tail
@@ -334,10 +253,19 @@ def _check_heads(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tenso
         if not right:
             raise ArgumentError(
                 "attention",
-                f"{name} = {t!r} with packing={spec.packing!r}, heads={h}, groups={g}, d_qk={dk}, d_v={dv}",
+                f"{name} = {t!r} with packing={spec.packing!r}, heads={spec.heads}, groups={spec.groups}, "
+                f"d_qk={spec.d_qk}, d_v={spec.d_v}",
                 f"{'dense, ' if whole else ''}{form}, each token with {' x '.join(map(str, tail))} channels",
                 f"correct {name} or the spec",
             )
+
+
+def tails_of(spec: AttentionLayerSpec) -> list[tuple[int, ...]]:
+    """What a token has of each tensor that is read: packed, or q, k and v."""
+    h, g, dk, dv = spec.heads, spec.groups, spec.d_qk, spec.d_v
+    if spec.packing == "separate" or spec.copies:
+        return [(h, dk), (g, dk), (g, dv)]
+    return [(h, dk), (g * (dk + dv),)] if spec.packing == "kv" else [(h * dk + g * (dk + dv),)]
 
 
 def _lead(t: Tensor, form: str) -> tuple[int, ...]:

@@ -33,29 +33,32 @@ from te_core.layers.attention_fp8_operands import (
     Operands,
     P,
     apart,
+    backward_scales,
+    delivered,
+    forward_pairs,
+    forward_scales,
     frames_of,
-    inverses_of,
+    held_operands,
+    held_output,
     names_of,
     narrow_gradient,
     parts_of,
     quantized_inputs,
-    restored_from,
     room_for,
     row_widths,
-    scaled_at,
     shaped,
-    tails_of,
     three,
     unchangeable,
 )
-from te_core.layers.attention_fp8_ranks import backward_over_ranks, forward_over_ranks, met
-from te_core.layers.context.layer import Communicators
+from te_core.layers.attention_fp8_ranks import backward_over_ranks, forward_over_ranks
+from te_core.layers.context.layer import Communicators, communicators
+from te_core.layers.context.rules import OPERATION
 from te_core.layers.inspector import Inspector, offer
+from te_core.layers.meeting import meet
 from te_core.ops import raw as ops
-from te_core.ops.attention_fp8 import BackwardScales, ForwardScales
 from te_core.quantize.operands import Value, dense
 from te_core.quantize.operands import saved as keep
-from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales, element, forward_cast, without_state
+from te_core.quantize.state import Scales, element, forward_cast, without_state
 from te_core.quantized import Copy, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -100,15 +103,15 @@ def forward(
     frame_q = _frame(rt, a, frame_q)
     frame_kv = frame_q if b is None else _frame(rt, b, frame_kv)
     inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
-    ranks = () if layer.context is None else met(rt, (a, b, c), spec, comm)
+    ranks = () if layer.context is None else communicators(layer.context, comm)
+    for one in ranks:
+        meet(rt, one, "DotProductAttention", spec, OPERATION, a=a, b=b, c=c)
     operands = quantized_inputs(rt, apart(rt, (a, b, c), frame_q, spec), spec, scales, inspectors[0], ranks)
     if layer.context is not None:
         given = AttentionSaved(*inputs, None, None, frame_q, frame_kv)
         return forward_over_ranks(rt, operands, given, spec, scales, comm)
-    at = [element(scales.forward_scale, FORWARD_SLOTS * gemm + slot) for gemm, slot in (P, OUT)]
     out = y = room_for(rt, (*frame_q.shape[:-1], layer.heads * layer.d_v), rule.output, spec.dtype)
-    places = [out.scale_inv] if isinstance(out, QuantizedTensor) else []
-    pairs = ops.scale_pairs(rt, at[: 1 + len(places)], (None, *places))
+    pairs = forward_pairs(rt, scales, [out.scale_inv] if isinstance(out, QuantizedTensor) else [])
     saved = AttentionSaved(*inputs, None, None, frame_q, frame_kv, pairs)
     stats = _attend(rt, operands, saved, spec, out, scales.forward_amax)
     if isinstance(out, Tensor) and (spec.quantize_output or not rule.high_output):
@@ -150,10 +153,7 @@ def backward(
     if spec.attention.context is not None:
         return backward_over_ranks(rt, dy, saved, spec, scales, inspectors[0], comm)
     layer, rule = spec.attention, spec.precision
-    frames = frames_of(saved)
-    parts = zip(saved[:3], frames, tails_of(layer), strict=False)
-    operands = [restored_from(x, frame, prod(tail), rule.qkv) for x, frame, tail in parts]
-    out: Value
+    frames, operands = frames_of(saved), held_operands(saved, layer, rule.qkv)
     if layer.recompute:  # with the scales of then; nothing is recorded
         out = room_for(rt, (*frames[0].shape[:-1], layer.heads * layer.d_v), rule.output, spec.dtype)
         if isinstance(out, QuantizedTensor):
@@ -161,16 +161,22 @@ def backward(
             out = QuantizedTensor(out.format, out.shape, Copy(out.rowwise, element(saved.pairs, 3), None), None)
         saved = saved._replace(stats=_attend(rt, operands, saved, spec, out, None))
     else:
-        assert saved.out is not None
-        out = saved.out
-        if out.dtype is dtypes.uint8:
-            out = restored_from(out, frames[0], layer.heads * layer.d_v, rule.output)
+        out = held_output(saved, layer, rule.output)
     if not rule.backward:
         dy = dense(rt, dy, spec.dtype)
         offer(rt, inspectors[0], ("dgrad", "do"), dy)
-        return _plain_backward(rt, dy, operands, out, saved, spec)
+        # By attention in the activation dtype, from the values that forward used.
+        a, b, c = parts_of(layer, [ops.dequantize(rt, x, spec.dtype) for x in operands], saved)
+        plain = saved._replace(a=a, b=b, c=c, out=dense(rt, out, spec.dtype))
+        found = plain_backward(rt, dy, None, plain, spec=replace(layer, recompute=False))
+        rows = [(g, frame.shape[:-1]) for g, frame in zip(found, frames, strict=False)]
+        return tuple([None if g is None else g.reshape(*lead, prod(g.shape[len(lead) :])) for g, lead in rows])
     dy = narrow_gradient(rt, dy, spec, scales, inspectors[0])
-    return _delivered(rt, _fp8_backward(rt, dy, operands, out, saved, spec, scales), saved, spec)
+    grads = _fp8_backward(rt, dy, operands, out, saved, spec, scales)
+    if layer.copies:
+        parts = parts_of(layer, [dense(rt, g, spec.dtype) for g in grads], saved)
+        return ops.rope_qkv_backward(rt, *parts, None, None, **split_options(layer)), None, None
+    return delivered(rt, grads, [frame.shape[:-1] for frame in frames], spec)
 
 
 def check(spec: AttentionFp8Spec) -> None:
@@ -196,9 +202,7 @@ def _attend(
     layer, pairs = spec.attention, saved.pairs
     assert pairs is not None
     q, k, v = views(layer, *parts_of(layer, operands, saved))
-    p_at, o_at = (FORWARD_SLOTS * gemm + slot for gemm, slot in (P, OUT))
-    scaled = scaled_at(pairs, 1, amax, o_at) if isinstance(out, QuantizedTensor) else None
-    scales = ForwardScales(*inverses_of(operands), scaled_at(pairs, 0, amax, p_at), scaled)
+    scales = forward_scales(operands, pairs, amax, isinstance(out, QuantizedTensor))
     out = shaped(out, (*q.shape[:-1], layer.d_v))
     core, stats, terms = layer.core, any(layer.needs), terms_of(saved)
     return ops.attention_fp8_forward(rt, q, k, v, spec=core, terms=terms, stats=stats, out=out, scales=scales).stats
@@ -216,15 +220,10 @@ def _fp8_backward(
     """The gradients of what was held, quantized under their one scale, or plain."""
     layer, rule = spec.attention, spec.precision
     q, k, v = views(layer, *parts_of(layer, operands, saved))
-    assert saved.stats is not None and saved.pairs is not None and scales.backward_scale is not None
-    dp_at, at = (BACKWARD_SLOTS * gemm + slot for gemm, slot in (DP, DQKV))
-    dp_scale, scale = element(scales.backward_scale, dp_at), element(scales.backward_scale, at)
+    assert saved.stats is not None
     made = [room_for(rt, x.shape, rule.grad_input, spec.dtype) for x in operands]
     places = [x.scale_inv for x in made if isinstance(x, QuantizedTensor)]
-    found = ops.scale_pairs(rt, (dp_scale, *[scale] * len(places)), (None, *places))
-    p, dp = scaled_at(saved.pairs, 0), scaled_at(found, 0, scales.backward_amax, dp_at)
-    scaled = scaled_at(found, 1, scales.backward_amax, at) if places else None
-    out_inverse = out.scale_inv if isinstance(out, QuantizedTensor) else None
+    back = backward_scales(rt, dy, operands, out, saved, scales, places, bool(places))
     dq, dk, dv = views(layer, *parts_of(layer, made, saved))
     shape = (*q.shape[:-1], layer.d_v)
     ops.attention_fp8_backward(
@@ -239,36 +238,6 @@ def _fp8_backward(
         terms=terms_of(saved),
         grads=(dq, dk, dv),
         grad_dtype=dq.dtype,
-        scales=BackwardScales(*inverses_of(operands), out_inverse, dy.scale_inv, p, dp, scaled, scaled, scaled),
+        scales=back,
     )
     return made
-
-
-def _plain_backward(
-    rt: Runtime, dy: Tensor, operands: Operands, out: Value, saved: AttentionSaved, spec: AttentionFp8Spec
-) -> tuple[Value | None, ...]:
-    """The gradients by attention in the activation dtype, from the values that forward used."""
-    a, b, c = parts_of(spec.attention, [ops.dequantize(rt, x, spec.dtype) for x in operands], saved)
-    plain = saved._replace(a=a, b=b, c=c, out=dense(rt, out, spec.dtype))
-    grads = plain_backward(rt, dy, None, plain, spec=replace(spec.attention, recompute=False))
-    rows = [(g, frame.shape[:-1]) for g, frame in zip(grads, frames_of(saved), strict=False)]
-    return tuple([None if g is None else g.reshape(*lead, prod(g.shape[len(lead) :])) for g, lead in rows])
-
-
-def _delivered(
-    rt: Runtime, grads: list[Value], saved: AttentionSaved, spec: AttentionFp8Spec
-) -> tuple[Value | None, ...]:
-    """The gradients of the inputs, where they are wanted."""
-    layer = spec.attention
-    if layer.copies:
-        parts = parts_of(layer, [dense(rt, g, spec.dtype) for g in grads], saved)
-        return ops.rope_qkv_backward(rt, *parts, None, None, **split_options(layer)), None, None
-    found: list[Value | None] = []
-    for g, frame, wanted in zip(grads, frames_of(saved), layer.needs, strict=False):
-        if not wanted:
-            found.append(None)
-        elif spec.quantize_grad and layer.packing == "qkv" and isinstance(g, QuantizedTensor):
-            found.append(g)
-        else:
-            found.append(dense(rt, g, spec.dtype).reshape(*frame.shape[:-1], g.shape[1]))
-    return three(found)

@@ -14,15 +14,26 @@ from te_core import dtypes
 from te_core.arguments import settle
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.attention import AttentionLayerSpec, AttentionSaved, split_options
+from te_core.layers.attention import AttentionLayerSpec, AttentionSaved, split_options, tails_of
 from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector, offer
 from te_core.ops import raw as ops
-from te_core.ops.attention_fp8 import Scaled
+from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
 from te_core.ops.quantize import allocate
 from te_core.precision import AttentionPrecision, Operand
 from te_core.quantize.operands import Value, as_asked, dense, quantize_together
-from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT, Scales, backward_cast, element, forward_cast
+from te_core.quantize.state import (
+    BACKWARD_SLOTS,
+    FORWARD_SLOTS,
+    GRAD_INPUT,
+    GRAD_OUTPUT,
+    INPUT,
+    OUTPUT,
+    Scales,
+    backward_cast,
+    element,
+    forward_cast,
+)
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
@@ -91,16 +102,6 @@ def narrow_gradient(
         dy = ops.quantize(rt, dy.matrix(), cast)
     show(rt, inspector, ("dgrad", "do"), given, cast, dy, spec)
     return dy
-
-
-def tails_of(layer: AttentionLayerSpec) -> list[tuple[int, ...]]:
-    """What a token has of each tensor that is quantized."""
-    h, g, dk, dv = layer.heads, layer.groups, layer.d_qk, layer.d_v
-    if layer.packing == "separate" or layer.copies:
-        return [(h, dk), (g, dk), (g, dv)]
-    if layer.packing == "kv":
-        return [(h, dk), (g * (dk + dv),)]
-    return [(h * dk + g * (dk + dv),)]
 
 
 def frames_of(saved: AttentionSaved) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,6 +228,71 @@ def restored_from(x: Value | None, frame: Tensor, width: int, rule: Operand) -> 
 def inverses_of(operands: list[QuantizedTensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse scales of q, k and v."""
     return operands[0].scale_inv, operands[min(1, len(operands) - 1)].scale_inv, operands[-1].scale_inv
+
+
+def held_operands(saved: AttentionSaved, layer: AttentionLayerSpec, rule: Operand) -> Operands:
+    """The inputs as forward kept them."""
+    parts = zip(saved[:3], frames_of(saved), tails_of(layer), strict=False)
+    return [restored_from(x, frame, prod(tail), rule) for x, frame, tail in parts]
+
+
+def held_output(saved: AttentionSaved, layer: AttentionLayerSpec, rule: Operand) -> Value:
+    """The output as forward kept it: plain or quantized."""
+    out = saved.out
+    assert out is not None
+    if out.dtype is not dtypes.uint8:
+        return out
+    return restored_from(out, frames_of(saved)[0], layer.heads * layer.d_v, rule)
+
+
+def delivered(
+    rt: Runtime, grads: Sequence[Value], leads: Sequence[tuple[int, ...]], spec: AttentionFp8Spec
+) -> tuple[Value | None, ...]:
+    """The gradients of the inputs, where they are wanted, in these leading dimensions."""
+    layer, found = spec.attention, list[Value | None]()
+    for g, lead, tail, wanted in zip(grads, leads, tails_of(layer), layer.needs, strict=False):
+        if not wanted:
+            found.append(None)
+        elif spec.quantize_grad and layer.packing == "qkv" and isinstance(g, QuantizedTensor):
+            found.append(g)
+        else:
+            found.append(dense(rt, g, spec.dtype).reshape(*lead, prod(tail)))
+    return three(found)
+
+
+def forward_pairs(rt: Runtime, scales: Scales, places: Sequence[Tensor | None]) -> Tensor:
+    """The scales of P, and of the output where its inverse has a place, with their inverses, as they are now."""
+    assert scales.forward_scale is not None
+    at = [element(scales.forward_scale, FORWARD_SLOTS * gemm + slot) for gemm, slot in (P, OUT)]
+    return ops.scale_pairs(rt, at[: 1 + len(places)], (None, *places))
+
+
+def forward_scales(operands: Operands, pairs: Tensor, amax: Tensor | None, codes: bool) -> ForwardScales:
+    """Those of a product, whose maxima are raised in `amax`. `codes`: it writes its output as codes."""
+    p_at, o_at = (FORWARD_SLOTS * gemm + slot for gemm, slot in (P, OUT))
+    out = scaled_at(pairs, 1, amax, o_at) if codes else None
+    return ForwardScales(*inverses_of(operands), scaled_at(pairs, 0, amax, p_at), out)
+
+
+def backward_scales(
+    rt: Runtime,
+    dy: QuantizedTensor,
+    operands: Operands,
+    out: Value,
+    saved: AttentionSaved,
+    scales: Scales,
+    places: Sequence[Tensor | None],
+    codes: bool,
+) -> BackwardScales:
+    """The same of backward, whose gradients have one scale. `places`: where its inverse goes besides."""
+    assert saved.pairs is not None and scales.backward_scale is not None
+    dp_at, at = (BACKWARD_SLOTS * gemm + slot for gemm, slot in (DP, DQKV))
+    dp_scale, scale = element(scales.backward_scale, dp_at), element(scales.backward_scale, at)
+    found = ops.scale_pairs(rt, (dp_scale, *[scale] * len(places)), (None, *places))
+    p, dp = scaled_at(saved.pairs, 0), scaled_at(found, 0, scales.backward_amax, dp_at)
+    scaled = scaled_at(found, 1, scales.backward_amax, at) if codes else None
+    out_inverse = out.scale_inv if isinstance(out, QuantizedTensor) else None
+    return BackwardScales(*inverses_of(operands), out_inverse, dy.scale_inv, p, dp, scaled, scaled, scaled)
 
 
 def scaled_at(pairs: Tensor, row: int, maxima: Tensor | None = None, slot: int = 0) -> Scaled:

@@ -7,60 +7,47 @@ output is quantized once. See te_core/layers/attention_fp8.py and te_core/layers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from te_core import dtypes
 from te_core.attention import DIMENSIONS
-from te_core.layers.attention import AttentionLayerSpec, AttentionSaved, split_options, terms_of, views
+from te_core.layers.attention import AttentionLayerSpec, AttentionSaved, split_options, tails_of, terms_of, views
 from te_core.layers.attention_fp8_operands import (
-    DP,
     DQKV,
     OUT,
     AttentionFp8Spec,
     Operands,
-    P,
+    backward_scales,
+    delivered,
+    forward_pairs,
+    forward_scales,
     frames_of,
+    held_operands,
+    held_output,
     inverses_of,
     narrow_gradient,
     parts_of,
-    restored_from,
-    scaled_at,
     shaped,
-    tails_of,
     three,
 )
-from te_core.layers.communicator import Communicator
 from te_core.layers.context import layer as over_ranks
 from te_core.layers.context.exchange import Exchange
-from te_core.layers.context.layer import Communicators, Place, communicators
+from te_core.layers.context.layer import Communicators, Place
 from te_core.layers.context.products import Fp8
-from te_core.layers.context.rules import OPERATION, check_context
+from te_core.layers.context.rules import check_context
 from te_core.layers.inspector import Inspector, offer
-from te_core.layers.meeting import meet
 from te_core.ops import raw as ops
-from te_core.ops.attention_fp8 import BackwardScales, ForwardScales
+from te_core.ops.attention_fp8 import BackwardScales
 from te_core.ops.quantize import allocate
 from te_core.precision import AttentionPrecision, Operand
 from te_core.quantize.operands import Value, dense
 from te_core.quantize.operands import saved as keep
-from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales, backward_cast, element, forward_cast
+from te_core.quantize.state import Scales, backward_cast, element, forward_cast
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-
-
-def met(
-    rt: Runtime, inputs: tuple[Value | None, ...], spec: AttentionFp8Spec, comm: Communicators | None
-) -> tuple[Communicator, ...]:
-    """The communicators of a call, whose ranks have agreed on what they run."""
-    assert spec.attention.context is not None
-    ranks = communicators(spec.attention.context, comm)
-    for one in ranks:
-        meet(rt, one, "DotProductAttention", spec, OPERATION, **dict(zip("abc", inputs, strict=True)))
-    return ranks
 
 
 def forward_over_ranks(
@@ -86,9 +73,8 @@ def forward_over_ranks(
         frames = [rt.empty((*t.shape[:-2], 0), dtypes.uint8) for t in parts]
         saved = saved._replace(frame_q=frames[0], frame_kv=frames[1])
         target = rt.empty((*parts[0].shape[:-1], layer.d_v), spec.dtype)
-    at = [element(scales.forward_scale, FORWARD_SLOTS * gemm + slot) for gemm, slot in (P, OUT)]
-    pairs = ops.scale_pairs(rt, at, (None, None))
-    stats, _ = place.attend(parts, target, _products(rt, operands, pairs, spec, scales.forward_amax))
+    pairs = forward_pairs(rt, scales, [None])
+    stats, _ = place.attend(parts, target, _products(operands, pairs, spec, scales.forward_amax))
     if place.exchange is not None:
         place.exchange.to_tokens((target,), (0,), (rows,))
     place.finish(rows, None)
@@ -115,26 +101,26 @@ def backward_over_ranks(
 ) -> tuple[Value | None, ...]:
     """`backward` where each rank has a part of every sequence."""
     layer, rule, context = spec.attention, spec.precision, spec.attention.context
+    codes = rule.grad_input.scaling == "delayed"
     assert context is not None and saved.pairs is not None
     place = Place(rt, context, comm, layer.core, terms_of(saved))
-    inner, frames = inside(layer), frames_of(saved)
-    tails = tails_of(inner)
-    operands = [restored_from(x, f, prod(tail), rule.qkv) for x, f, tail in zip(saved[:3], frames, tails, strict=False)]
+    inner = inside(layer)
+    operands = held_operands(saved, inner, rule.qkv)
     parts = views(inner, *parts_of(inner, operands, saved))
     shape, stats = (*parts[0].shape[:-1], layer.d_v), saved.stats
-    out: Value | None = saved.out
     if layer.recompute:
         target = rt.empty(shape, spec.dtype)
-        stats, _ = place.attend(parts, target, _products(rt, operands, saved.pairs, spec, None))
+        stats, _ = place.attend(parts, target, _products(operands, saved.pairs, spec, None))
         cast = Cast(rule.output.format, rowwise=True, columnwise=False)
         if rule.output.scaling == "delayed":  # with the scale of then; nothing is recorded
             cast = Cast(rule.output.format, rowwise=True, columnwise=False, scale=element(saved.pairs, 2))
         out = _kept_output(rt, target, rule, cast)
-    elif isinstance(out, Tensor) and out.dtype is dtypes.uint8:
-        out = restored_from(out, frames[0], inner.heads * inner.d_v, rule.output)
-    assert out is not None and stats is not None
-    leads = [_of_rank(f.shape[:-1], layer) for f in frames]
-    made = [rt.empty((*lead, *tail), spec.dtype) for lead, tail in zip(leads, tails_of(layer), strict=False)]
+    else:
+        out = held_output(saved, inner, rule.output)
+    assert stats is not None
+    token = DIMENSIONS[layer.core.q_format][1]  # of which forward has kept those of all that exchange heads
+    leads = [f.shape[:token] + (f.shape[token] // context.heads,) + f.shape[token + 1 : -1] for f in frames_of(saved)]
+    made: list[Any] = [rt.empty((*lead, *tail), spec.dtype) for lead, tail in zip(leads, tails_of(layer), strict=False)]
     grads = views(layer, *three(made))
     rows = (*grads[0].shape[:-1], layer.d_v)
     if not rule.backward:
@@ -145,70 +131,25 @@ def backward_over_ranks(
         over_ranks.backward(values, given, grads, place)
     else:
         low = narrow_gradient(rt, dy, spec, scales, inspector, () if place.exchange is None else place.all)
-        back = _backward_scales(rt, low, operands, out, saved, scales, rule)
-        products = _products(rt, operands, saved.pairs, spec, None, back)
+        # Every call writes codes of gradients under their slot's scale, if that has a history.
+        back = backward_scales(rt, low, operands, out, saved, scales, [None], codes)
+        products = _products(operands, saved.pairs, spec, None, back)
         over_ranks.backward(parts, (shaped(low, rows), shaped(out, shape), stats), grads, place, products)
-    return _delivered_over_ranks(rt, made, grads, leads, spec, scales)
-
-
-def _delivered_over_ranks(
-    rt: Runtime,
-    made: list[Tensor],
-    parts: tuple[Tensor, Tensor, Tensor],
-    leads: Sequence[tuple[int, ...]],
-    spec: AttentionFp8Spec,
-    scales: Scales,
-) -> tuple[Value | None, ...]:
-    """The gradients of the inputs, where they are wanted."""
-    layer, rule = spec.attention, spec.precision.grad_input
     if layer.copies:
-        return ops.rope_qkv_backward(rt, *parts, None, None, **split_options(layer)), None, None
-    found: list[Value | None] = []
-    for t, lead, wanted in zip(made, leads, layer.needs, strict=False):
-        rows = t.reshape(*lead, prod(t.shape[len(lead) :]))
-        low = wanted and spec.quantize_grad and layer.packing == "qkv" and rule.scaling == "delayed"
-        if low:
-            cast = backward_cast(rule, scales, DQKV[0], rowwise=True, columnwise=False, slot=DQKV[1])
-            found.append(ops.quantize(rt, rows.matrix(), cast))
-        else:
-            found.append(rows if wanted else None)
-    return three(found)
+        return ops.rope_qkv_backward(rt, *grads, None, None, **split_options(layer)), None, None
+    if codes and spec.quantize_grad and layer.packing == "qkv" and layer.needs.q:
+        cast = backward_cast(rule.grad_input, scales, DQKV[0], rowwise=True, columnwise=False, slot=DQKV[1])
+        made = [ops.quantize(rt, made[0].matrix(), cast)]
+    return delivered(rt, made, leads, spec)
 
 
 def _products(
-    rt: Runtime,
-    operands: Operands,
-    pairs: Tensor,
-    spec: AttentionFp8Spec,
-    amax: Tensor | None,
-    back: BackwardScales | None = None,
+    operands: Operands, pairs: Tensor, spec: AttentionFp8Spec, amax: Tensor | None, back: BackwardScales | None = None
 ) -> Fp8:
     """How the calls of an attention over ranks are computed; they raise maxima in `amax`."""
-    rule = spec.precision
-    p_at, o_at = (FORWARD_SLOTS * gemm + slot for gemm, slot in (P, OUT))
-    of_out = scaled_at(pairs, 1, amax, o_at) if rule.output.scaling == "delayed" else None
-    given = ForwardScales(*inverses_of(operands), scaled_at(pairs, 0, amax, p_at), of_out)
-    return Fp8(spec.dtype, rule.output.format, given, back, rule.grad_input.format)
-
-
-def _backward_scales(
-    rt: Runtime,
-    dy: QuantizedTensor,
-    operands: Operands,
-    out: Value,
-    saved: AttentionSaved,
-    scales: Scales,
-    rule: AttentionPrecision,
-) -> BackwardScales:
-    """Those of every call: codes of gradients under their slot's scale, if that has a history."""
-    assert saved.pairs is not None and scales.backward_scale is not None
-    dp_at, at = (BACKWARD_SLOTS * gemm + slot for gemm, slot in (DP, DQKV))
-    found = ops.scale_pairs(rt, [element(scales.backward_scale, i) for i in (dp_at, at)], (None, None))
-    p, dp = scaled_at(saved.pairs, 0), scaled_at(found, 0, scales.backward_amax, dp_at)
-    codes = rule.grad_input.scaling == "delayed"
-    scaled = scaled_at(found, 1, scales.backward_amax, at) if codes else None
-    out_inverse = out.scale_inv if isinstance(out, QuantizedTensor) else None
-    return BackwardScales(*inverses_of(operands), out_inverse, dy.scale_inv, p, dp, scaled, scaled, scaled)
+    output, grad = spec.precision.output, spec.precision.grad_input
+    given = forward_scales(operands, pairs, amax, output.scaling == "delayed")
+    return Fp8(spec.dtype, output.format, given, back, grad.format)
 
 
 def _kept_output(rt: Runtime, out: Tensor, rule: AttentionPrecision, cast: Cast) -> Value:
@@ -227,13 +168,6 @@ def inside(layer: AttentionLayerSpec) -> AttentionLayerSpec:
     )
 
 
-def _of_rank(lead: tuple[int, ...], layer: AttentionLayerSpec) -> tuple[int, ...]:
-    """The leading dimensions of a rank's tokens, of those that forward kept."""
-    assert layer.context is not None
-    token = DIMENSIONS[layer.core.q_format][1]
-    return tuple([n // layer.context.heads if i == token else n for i, n in enumerate(lead)])
-
-
 def _exchanged(
     rt: Runtime,
     exchange: Exchange,
@@ -243,12 +177,10 @@ def _exchanged(
 ) -> tuple[Operands, tuple[Tensor, Tensor, Tensor]]:
     """(q, k and v quantized as this rank attends with them, their codes): bytes have come, under the scale of all."""
     made: Operands = []
-    codes = []
+    codes, cast = [], Cast(rule.format, rowwise=True, columnwise=False)
     for side, t, inverse in zip((0, 1, 1), parts, inverses, strict=True):
         shape = exchange.whole_shape(t, side)
-        room = allocate(
-            rt, (prod(shape[:-2]), shape[-2] * shape[-1]), Cast(rule.format, rowwise=True, columnwise=False)
-        )
+        room = allocate(rt, (prod(shape[:-2]), shape[-2] * shape[-1]), cast)
         ops.resize(rt, inverse.reshape(1, 1), 1, 1, out=room.scale_inv.reshape(1, 1))
         made.append(room)
         codes.append(shaped(room, shape))

@@ -169,12 +169,12 @@ class TransformerBlock:
     beside: bool = False  # attention and MLP read the same
 
     def __post_init__(self) -> None:
-        got, adds = "", [_adds(_stream_of(part)) for part in (self.cross, self.mlp) if part is not None]
+        got, adds = "", [_adds(part) for part in (self.cross, self.mlp) if part is not None]
         if self.beside and (self.cross is not None or self.mlp.stream != Stream()):
             got = "beside=True with cross attention, or with an MLP that reads another stream than x"
         elif not self.beside and not all(adds):
             got = "a part behind attention whose norm does not form the sum"
-        elif _adds(_stream_of(self.attention)):
+        elif _adds(self.attention):
             got = "a first norm that forms a sum"
         if got:
             allowed = "x, then parts whose streams add the branch before (beside=True: the same stream for both)"
@@ -250,12 +250,7 @@ def graph_of(nodes: Sequence[Node], inputs: Sequence[str], outputs: Sequence[str
     return Graph(tuple(nodes), tuple(inputs or read), tuple(outputs))
 
 
-def _stream_of(part: AttentionBlock | MLPSpec | None) -> Stream | None:
-    """The stream that a part's norm carries."""
-    if isinstance(part, AttentionBlock):
-        return part.qkv.stream if isinstance(part.qkv, NormLinearSpec) else None
-    return None if part is None else part.stream
-
-
-def _adds(stream: Stream | None) -> bool:
+def _adds(part: AttentionBlock | MLPSpec) -> bool:
+    """Whether a part's norm forms the sum that the stream carries."""
+    stream = getattr(part.qkv, "stream", None) if isinstance(part, AttentionBlock) else part.stream
     return stream is not None and stream.add is not None

@@ -8,10 +8,9 @@ writes a part into its room, and the others pull it; summands are pushed into th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from te_core.dtypes import DType
-from te_core.layers.communicator import OPERAND, OUTPUT, Communicator, Handle, Peers, Room, as_bytes
+from te_core.layers.communicator import OPERAND, OUTPUT, Communicator, Handle, Peers, Room, Several, as_bytes
 from te_core.ops import raw as ops
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -25,73 +24,6 @@ def room_bytes(kind: str, capacity: int, size: int, dtype: DType) -> int:
     a part of an operand, or all ranks' summands of a part of a result. There are two rooms of either kind.
     """
     return dtype.nbytes(-(-capacity // size) if kind == OPERAND else capacity) + _SPARE
-
-
-class Coming(Protocol):
-    """All other ranks' parts of an operand on their way."""
-
-    def wait(self, source: int) -> None:
-        """Later work of the lane that multiplies the part of this rank sees it."""
-        ...
-
-    def end(self, rt: Runtime) -> None:
-        """All parts have been waited for, and rt has waited for the lanes."""
-        ...
-
-
-class Summands(Protocol):
-    """The summands of a result [m, N] on their way from all ranks; `wait()` adds them."""
-
-    @property
-    def own(self) -> Tensor:
-        """Where the product of the own rows goes, in a ring."""
-        ...
-
-    def send(self, rt: Runtime, to: int, made: Tensor) -> None:
-        """The rows [m, N] of rank `to`, in a ring: to the farthest rank first."""
-        ...
-
-    def piece(self, rt: Runtime, number: int, made: Tensor) -> None:
-        """All rows [M, N / splits] of one piece of the columns, in their order."""
-        ...
-
-    def arrive(self, rt: Runtime) -> None:
-        """All was sent, and rt has waited for the lanes."""
-        ...
-
-    def wait(self) -> None:
-        """See `Handle`."""
-        ...
-
-
-class Carrier(Protocol):
-    """How parts and summands travel, as one rank has it."""
-
-    @property
-    def name(self) -> str:
-        """By which the fastest method is looked up."""
-        ...
-
-    @property
-    def through(self) -> str:
-        """What reports add to the name of a method."""
-        ...
-
-    def side(self, rt: Runtime) -> Runtime:
-        """The stream with which rt takes turns for the products of a ring; rt itself where there is none."""
-        ...
-
-    def parts(self, rt: Runtime, pieces: Sequence[Tensor], places: Mapping[int, Sequence[Tensor]]) -> Coming:
-        """Have a part go to all other ranks, and theirs come, by rank, in the order in which they are multiplied."""
-        ...
-
-    def gather(self, rt: Runtime, pairs: Sequence[tuple[Tensor, Tensor]]) -> Handle:
-        """Begin to put each whole together of all ranks' parts: (part, whole)."""
-        ...
-
-    def summands(self, rt: Runtime, out: Tensor, splits: int = 1) -> Summands:
-        """Begin the sum of a result, into out [m, N]; `splits`: pieces of its columns."""
-        ...
 
 
 def order(comm: Communicator) -> list[int]:
@@ -121,36 +53,24 @@ def columns_of(out: Tensor, splits: int, number: int) -> Tensor:
     return Tensor(ptr, (out.shape[0], width), out.dtype, out.device, out, out.row_major_strides())
 
 
-class Several:
-    """Transfers on their way, as one."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        """See `Handle`."""
-        handles, self._handles = self._handles, ()
-        for handle in handles:
-            handle.wait()
-
-
 # ------------------------------------------------------------------------------------ calls of the communicator
 
 
 class Calls:
     """By `send_recv`, `all_gather` and `reduce_scatter`. All work is the call's stream's, which their handles know."""
 
-    name, through = "nccl", ""
+    name = "nccl"  # by which the fastest method is looked up
+    through = ""  # what reports add to the name of a method
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
     def side(self, rt: Runtime) -> Runtime:
-        """See `Carrier`."""
+        """The stream with which rt takes turns for the products of a ring; rt itself where there is none."""
         return rt
 
-    def parts(self, rt: Runtime, pieces: Sequence[Tensor], places: Mapping[int, Sequence[Tensor]]) -> Coming:
-        """See `Carrier`."""
+    def parts(self, rt: Runtime, pieces: Sequence[Tensor], places: Mapping[int, Sequence[Tensor]]) -> _Called:
+        """Have a part go to all other ranks, and theirs come, by rank, in the order in which they are multiplied."""
         comm, coming = self.comm, {}
         for source in order(comm):
             to = (2 * comm.rank - source) % comm.size
@@ -163,30 +83,31 @@ class Calls:
         return _Called(coming)
 
     def gather(self, rt: Runtime, pairs: Sequence[tuple[Tensor, Tensor]]) -> Handle:
-        """See `Carrier`."""
+        """Begin to put each whole together of all ranks' parts: (part, whole)."""
         return Several([self.comm.all_gather(rt, as_bytes(part), as_bytes(out)) for part, out in pairs])
 
-    def summands(self, rt: Runtime, out: Tensor, splits: int = 1) -> Summands:
-        """See `Carrier`."""
+    def summands(self, rt: Runtime, out: Tensor, splits: int = 1) -> _CalledSummands:
+        """Begin the sum of a result, into out [m, N]; `splits`: pieces of its columns."""
         return _CalledSummands(rt, self.comm, out, splits)
 
 
 class _Called:
-    """Parts that calls bring."""
+    """All other ranks' parts of an operand on their way, by calls."""
 
     def __init__(self, coming: Mapping[int, Handle]) -> None:
         self._coming = coming
 
     def wait(self, source: int) -> None:
-        """See `Coming`."""
+        """Later work of the lane that multiplies the part of this rank sees it."""
         self._coming[source].wait()
 
     def end(self, rt: Runtime) -> None:
-        """See `Coming`."""
+        """All parts have been waited for, and rt has waited for the lanes."""
 
 
 class _CalledSummands:
-    """The library sums pieces; what a ring brings is added here."""
+    """The summands of a result [m, N] on their way from all ranks. The library sums pieces; what a ring brings is added
+    here."""
 
     def __init__(self, rt: Runtime, comm: Communicator, out: Tensor, splits: int) -> None:
         self._rt, self._comm, self._out, self._splits = rt, comm, out, splits
@@ -195,7 +116,7 @@ class _CalledSummands:
 
     @property
     def own(self) -> Tensor:
-        """See `Summands`."""
+        """Where the product of the own rows goes, in a ring."""
         return self._slot(self._comm.rank)
 
     def _slot(self, rank: int) -> Tensor:
@@ -204,21 +125,21 @@ class _CalledSummands:
         return self._slots.rows(rank, rank + 1).reshape(*self._out.shape)
 
     def send(self, rt: Runtime, to: int, made: Tensor) -> None:
-        """See `Summands`."""
+        """The rows [m, N] of rank `to`, in a ring: to the farthest rank first."""
         source = (2 * self._comm.rank - to) % self._comm.size
         self._coming.append((self._comm.send_recv(rt, made, to, self._slot(source), source), None))
 
     def piece(self, rt: Runtime, number: int, made: Tensor) -> None:
-        """See `Summands`."""
+        """All rows [M, N / splits] of one piece of the columns, in their order."""
         whole = self._splits == 1
         part = self._out if whole else rt.empty((self._out.shape[0], made.shape[1]), made.dtype)
         self._coming.append((self._comm.reduce_scatter(rt, made, part), None if whole else part))
 
     def arrive(self, rt: Runtime) -> None:
-        """See `Summands`."""
+        """All was sent, and rt has waited for the lanes."""
 
     def wait(self) -> None:
-        """See `Summands`."""
+        """See `Handle`: adds them."""
         coming, self._coming = self._coming, []
         for number, (handle, part) in enumerate(coming):
             handle.wait()
@@ -243,15 +164,15 @@ class PeerMemory:
         self._bytes = {kind: room_bytes(kind, capacity, comm.size, dtype) for kind in (OPERAND, OUTPUT)}
 
     def side(self, rt: Runtime) -> Runtime:
-        """See `Carrier`."""
+        """See `Calls`."""
         return rt.side("ring")
 
     def use(self, rt: Runtime, kind: str) -> _Use:
         """Begin a use of a room."""
         return _Use(self.comm, self.peers.room(rt, kind, self._bytes[kind]))
 
-    def parts(self, rt: Runtime, pieces: Sequence[Tensor], places: Mapping[int, Sequence[Tensor]]) -> Coming:
-        """See `Carrier`."""
+    def parts(self, rt: Runtime, pieces: Sequence[Tensor], places: Mapping[int, Sequence[Tensor]]) -> _Use:
+        """See `Calls`."""
         use = self.use(rt, OPERAND)
         use.show(rt, pieces)
         streams = lanes(self, rt)
@@ -260,7 +181,7 @@ class PeerMemory:
         return use
 
     def gather(self, rt: Runtime, pairs: Sequence[tuple[Tensor, Tensor]]) -> Handle:
-        """See `Carrier`."""
+        """See `Calls`."""
         use = self.use(rt, OPERAND)
         use.show(rt, [part for part, _ in pairs])
         for source in (self.comm.rank, *order(self.comm)):
@@ -269,8 +190,8 @@ class PeerMemory:
             use.fetch(rt, source, [out.rows(source * n, (source + 1) * n) for out, n in zip(cut, sizes, strict=True)])
         return _Gathered(rt, use, self.comm)
 
-    def summands(self, rt: Runtime, out: Tensor, splits: int = 1) -> Summands:
-        """See `Carrier`."""
+    def summands(self, rt: Runtime, out: Tensor, splits: int = 1) -> _PushedSummands:
+        """See `Calls`."""
         return _PushedSummands(rt, self, out, splits)
 
 
@@ -304,11 +225,11 @@ class _Use:
         self._coming[source] = Several(pulled)
 
     def wait(self, source: int) -> None:
-        """See `Coming`."""
+        """See `_Called`."""
         self._coming[source].wait()
 
     def end(self, rt: Runtime) -> None:
-        """See `Coming`."""
+        """See `_Called`."""
         self._shown.wait()
         self.room.leave(rt)
 
@@ -345,7 +266,7 @@ class _PushedSummands:
 
     @property
     def own(self) -> Tensor:
-        """See `Summands`."""
+        """See `_CalledSummands`."""
         rank = self._comm.rank
         return self._slots(0).rows(rank, rank + 1).reshape(*self._out.shape)
 
@@ -355,12 +276,12 @@ class _PushedSummands:
         self._pushed.append(self._room.push(rt, to, at, made))
 
     def send(self, rt: Runtime, to: int, made: Tensor) -> None:
-        """See `Summands`."""
+        """See `_CalledSummands`."""
         self._push(rt, to, 0, made)
         self._room.announce(rt, to)
 
     def piece(self, rt: Runtime, number: int, made: Tensor) -> None:
-        """See `Summands`."""
+        """See `_CalledSummands`."""
         m = self._out.shape[0]
         for to in (*reversed(order(self._comm)), self._comm.rank):
             self._push(rt, to, number, made.rows(to * m, (to + 1) * m))
@@ -368,11 +289,11 @@ class _PushedSummands:
                 self._room.announce(rt, to)
 
     def arrive(self, rt: Runtime) -> None:
-        """See `Summands`."""
+        """See `_CalledSummands`."""
         self._come = [self._room.await_(rt, source) for source in order(self._comm)]
 
     def wait(self) -> None:
-        """See `Summands`."""
+        """See `_CalledSummands`."""
         rt = self._rt
         pushed, self._pushed = self._pushed, []
         for handle in pushed:
@@ -384,6 +305,11 @@ class _PushedSummands:
         for number in range(self._splits):
             ops.rank_sum(rt, self._slots(number), out=columns_of(self._out, self._splits, number))
         self._room.leave(rt)
+
+
+#: How parts and summands travel, as one rank has it.
+Carrier = Calls | PeerMemory
+Summands = _CalledSummands | _PushedSummands
 
 
 def carrier_of(rt: Runtime, comm: Communicator, capacity: int, dtype: DType) -> Carrier:

@@ -27,7 +27,19 @@ class Handle(Protocol):
 
     def wait(self) -> None:
         """Return once later work of the runtime sees the result."""
-        ...
+
+
+class Several:
+    """Operations on their way, as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        """See `Handle`."""
+        handles, self._handles = self._handles, ()
+        for handle in handles:
+            handle.wait()
 
 
 #: The kinds of rooms (`Peers.room`): of parts of an operand, and of summands of a result.
@@ -40,28 +52,22 @@ class Room(Protocol):
     @property
     def memory(self) -> Tensor:
         """This rank's piece, as bytes."""
-        ...
 
     def push(self, rt: Runtime, to: int, offset: int, t: Tensor) -> Handle:
         """The bytes of t go to this offset in the piece of rank `to`, which may be this one."""
-        ...
 
     def pull(self, rt: Runtime, source: int, offset: int, out: Tensor) -> Handle:
         """out = what stands at this offset in the piece of rank `source`."""
-        ...
 
     def announce(self, rt: Runtime, to: int) -> None:
         """Rank `to` may go on behind its `await_`, once all that was asked for so far is done here."""
-        ...
 
     def await_(self, rt: Runtime, source: int) -> Handle:
         """Later transfers, and what waits for this, come behind the announcement of rank `source`."""
-        ...
 
     def leave(self, rt: Runtime) -> None:
         """Once what was asked for so far is done, this rank reads and writes no piece, and others may write into its
         own."""
-        ...
 
 
 class Peers(Protocol):
@@ -98,7 +104,6 @@ class Peers(Protocol):
 
     def room(self, rt: Runtime, kind: str, nbytes: int) -> Room:
         """Begin a use of the next room of a kind, of at least so many bytes on each rank."""
-        ...
 
 
 class Communicator(Protocol):
@@ -111,41 +116,32 @@ class Communicator(Protocol):
     def peers(self, rt: Runtime) -> Peers | None:
         """Memory of this device that its ranks read without each other's help, if they have any; all of them ask alike,
         and get it or do not."""
-        ...
 
     @property
     def rank(self) -> int:
         """Its number, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        ...
 
     def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> Handle:
         """out = the parts of all ranks behind one another, by rank; bytes are moved, whatever their type."""
-        ...
 
     def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Handle:
         """out = this rank's part of the sum of all ranks' tensors."""
-        ...
 
     def all_reduce(self, rt: Runtime, t: Tensor, operation: str = "sum", how: str | None = None) -> Handle:
         """t = the sum ("sum") or the maximum ("max") of all ranks' tensors. `how` names a way of computing it."""
-        ...
 
     def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> Handle:
         """Part i of t goes to rank i, and comes from there as part i of out; all parts are of one size."""
-        ...
 
     def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Handle:
         """t goes to rank `to`, while out comes from rank `source`."""
-        ...
 
     def agree(self, rt: Runtime, operation: str, facts: Facts) -> None:
         """Raise on every rank, with what each has, where the ranks' facts differ. Waits for all of them."""
-        ...
 
 
 class Groups(NamedTuple):
@@ -165,14 +161,7 @@ def as_bytes(t: Tensor) -> Tensor:
     return Tensor(t.ptr, (t.nbytes,), dtypes.uint8, t.device, t)
 
 
-class _Done:
-    """What was complete when it was called."""
-
-    def wait(self) -> None:
-        """Nothing."""
-
-
-_done = _Done()
+_done = Several(())  # what was complete when it was called
 
 
 class InProcessRanks:
@@ -190,7 +179,7 @@ class InProcessRanks:
         return InProcessCommunicator(self, rank)
 
     def peers_of(self, rank: int) -> Peers | None:
-        """Memory that ranks read without each other's help: none here (te_core.layers.peers has ranks with it)."""
+        """Memory that ranks read without each other's help: none here; tests have ranks with it."""
         return None
 
     @property
@@ -263,13 +252,16 @@ class InProcessCommunicator:
 
     def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
+        return self._placed("all_gather", part, out, lambda values: values)
+
+    def _placed(self, name: str, t: Tensor, out: Tensor, part: Callable[[Any], Any]) -> Handle:
         target = as_bytes(out).numpy().reshape(self.size, -1)
 
         def fill(given: list[np.ndarray[Any, Any]]) -> None:
             for i, values in enumerate(given):
-                target[i] = values
+                target[i] = part(values)
 
-        return self._collective("all_gather", as_bytes(part), fill)
+        return self._collective(name, as_bytes(t), fill)
 
     def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
@@ -294,13 +286,7 @@ class InProcessCommunicator:
 
     def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
-        target = as_bytes(out).numpy().reshape(self.size, -1)
-
-        def fill(given: list[np.ndarray[Any, Any]]) -> None:
-            for i, values in enumerate(given):
-                target[i] = values.reshape(self.size, -1)[self.rank]
-
-        return self._collective("all_to_all", as_bytes(t), fill)
+        return self._placed("all_to_all", t, out, lambda values: values.reshape(self.size, -1)[self.rank])
 
     def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Handle:
         """See `Communicator`; here all ranks of the group take part."""

@@ -123,11 +123,6 @@ class Layer:
     about: str = ""
     calls: dict[Any, Any] = field(default_factory=dict, repr=False)  # which `te_core.calls.call` has made
 
-    @property
-    def takes_recipe(self) -> bool:
-        """Whether it has products that a recipe quantizes."""
-        return bool(self.products)
-
     def offered(self) -> tuple[Argument, ...]:
         """The arguments that a caller may give."""
         return tuple(a for a in self.arguments if a.name and a.dtypes != "draws")

@@ -104,7 +104,9 @@ def gather(
     """Begin to put together a matrix of the ranks' parts, its rowwise copy or (`columns`) its columnwise one."""
     found = Gathering(rt, carrier or Calls(comm), comm.size)
     if isinstance(part, Tensor):
-        return _gather_plain(rt, found, part)
+        out = rt.empty((part.shape[0] * found.size, *part.shape[1:]), part.dtype)
+        found.send(part, out)
+        return found.begin(lambda: out)
     if columns and not turns(part.format):
         return _gather_columns(rt, found, part)
     return _gather_rows(rt, found, part)
@@ -120,12 +122,6 @@ def turned(rt: Runtime, whole: QuantizedTensor) -> QuantizedTensor:
         if scale.shape != shape:  # padded the other way
             scale = ops.resize(rt, scale, *shape)
     return QuantizedTensor(form, whole.shape, None, Copy(data, scale, None))
-
-
-def _gather_plain(rt: Runtime, found: Gathering, part: Tensor) -> Gathering:
-    out = rt.empty((part.shape[0] * found.size, *part.shape[1:]), part.dtype)
-    found.send(part, out)
-    return found.begin(lambda: out)
 
 
 def _room(rt: Runtime, form: Format, shape: tuple[int, int], columns: bool) -> QuantizedTensor:

@@ -153,7 +153,16 @@ def _operands(
     _, x2 = flattened(x)
     assert isinstance(x2, Tensor)
     xs, whole = _inputs(rt, x2, spec, each, splits)
-    ws = _weights(rt, weights, spec, each, ready or [None] * n)  # type: ignore[arg-type]
+    rule, override = _shared_rule(spec, "weight")
+    ws: list[Made]  # those of empty groups too, whose maxima count
+    if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready or ()):
+        columnwise = spec.parts[0].needs.input and override is None
+        casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in each]
+        qs = ops.quantize_many(rt, weights, casts)  # type: ignore[arg-type]
+        ws = [(w, Uses(q, q, None)) for w, q in zip(weights, qs, strict=True)]  # type: ignore[misc]
+    else:
+        operands = zip(each, weights, ready or [None] * n, strict=True)
+        ws = [(w, weight_operand(rt, w, p, r)) for p, w, r in operands]  # type: ignore[arg-type, misc]
     kept_x: list[Tensor | None] = []
     kept_w: list[Tensor | None] = []
     for product, a, b, rows in zip(each, xs, ws, splits.sizes, strict=True):
@@ -291,26 +300,6 @@ def _restored_inputs(
             value = product.restored(rt, kept_x, stop - start, weight)
         found.append(value)
     return found
-
-
-def _weights(
-    rt: Runtime,
-    weights: Sequence[Value],
-    spec: GroupedSpec,
-    each: Sequence[Product],
-    ready: Sequence[QuantizedTensor | None],
-) -> list[Made]:
-    """The weights as fprop and dgrad read them; those of empty groups too, whose maxima count."""
-    rule, override = _shared_rule(spec, "weight")
-    if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready):
-        columnwise = spec.parts[0].needs.input and override is None
-        casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in each]
-        qs = ops.quantize_many(rt, weights, casts)  # type: ignore[arg-type]
-        return [(w, Uses(q, q, None)) for w, q in zip(weights, qs, strict=True)]
-    return [
-        (weight, weight_operand(rt, weight, product, ready[i]))
-        for i, (product, weight) in enumerate(zip(each, weights, strict=True))
-    ]
 
 
 def _gradients(

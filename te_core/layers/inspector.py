@@ -46,7 +46,6 @@ class Inspector(Protocol):
     @property
     def request(self) -> Request:
         """The points it wants; fixed while a layer uses it."""
-        ...
 
     def inspect(
         self, rt: Runtime, gemm: str, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None
@@ -67,7 +66,6 @@ class Inspector(Protocol):
         block. A part in high precision may be quantized once it is whole: then `out` is None, a replacement stays in
         high precision, and a method `quantized_whole(rt, gemm, tensor, format)` is called, if there is one.
         """
-        ...
 
 
 def offer(

@@ -12,17 +12,10 @@ from te_core.arguments import explained
 from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
 from te_core.layers.meeting import meet
+from te_core.layers.parallel import Spread
 from te_core.layers.product import LinearSpec as LinearSpec
 from te_core.layers.product import Needs as Needs
-from te_core.layers.product import (
-    Product,
-    gradient_operand,
-    input_operand,
-    saved_weight,
-    spread,
-    sums_of_part,
-    weight_operand,
-)
+from te_core.layers.product import Product, gradient_operand, input_operand, saved_weight, sums_of_part, weight_operand
 from te_core.layers.product import Sink as Sink
 from te_core.quantize.operands import Value, flattened
 from te_core.quantize.state import Scales
@@ -59,7 +52,7 @@ def forward(
     leading, x2 = flattened(x)
     parallel = None
     if comm is not None:
-        parallel = spread(spec, comm, scales, 0)
+        parallel = Spread(spec, comm, (scales, 0))
         meet(rt, comm, "Linear", spec, input=x, weight=weight, bias=bias)
         leading = parallel.leading("fprop", leading)
     product = Product(spec, scales, 0, inspectors[0], None, parallel)
@@ -89,7 +82,7 @@ def backward(
 ) -> tuple[Value | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias), None where `spec.needs` or a sink says so."""
     weight = saved_weight(saved.weight)
-    parallel = None if comm is None else spread(spec, comm, scales, 0)
+    parallel = None if comm is None else Spread(spec, comm, (scales, 0))
     product = Product(spec, scales, 0, inspectors[0], sinks[0], parallel)
     leading, dy2 = flattened(dy)
     db = product.bias_gradient(rt, weight)

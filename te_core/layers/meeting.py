@@ -65,18 +65,14 @@ def facts_of(spec: Any, *path: str) -> Iterator[tuple[str, str]]:
     if split is not None and split.sequence:  # what an inspector leaves plain travels in high precision
         plain = [f"{tensor} of {gemm} left plain" for gemm, tensor in sorted(spec.plain)]
         yield _name(*path, "inspected"), "no" if spec.inspect is None else ", ".join(("yes", *plain))
-    for name, value in _fields(spec):
+    names = spec._fields if hasattr(spec, "_fields") else [f.name for f in fields(spec) if f.compare]
+    for name in names:
         if name in _OWN or name == "inspect" or (name == "bias" and path[-1:] == ("needs",)):
             continue
-        where = (*path, name)
+        where, value = (*path, name), getattr(spec, name)
         yield _name(*where), words(value)
         if is_dataclass(value) or hasattr(value, "_fields"):
             yield from facts_of(value, *where)
-
-
-def _fields(spec: Any) -> Iterator[tuple[str, Any]]:
-    names = spec._fields if hasattr(spec, "_fields") else [f.name for f in fields(spec) if f.compare]
-    return ((name, getattr(spec, name)) for name in names)
 
 
 def _name(*path: str) -> str:

@@ -23,7 +23,7 @@ from te_core.layers.inspector import Inspector
 from te_core.layers.meeting import meet
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
 from te_core.layers.norm_linear import comes_again, kept_scale, norm_again
-from te_core.layers.parallel import gathered_plain, scattered
+from te_core.layers.parallel import scattered
 from te_core.layers.product import (
     LinearSpec,
     Product,
@@ -120,27 +120,15 @@ def forward(
     given = x, gamma, beta, w1, b1, w2
     normed, a, w2_made, saved = _inside(rt, given, spec, (fc1, fc2), ready, branch, keep=not spec.checkpoint)
     out = fc2.fprop(rt, a, w2_made, rt.empty((*leading, fc2.sides(w2)[0]), spec.fc2.dtype), b2)
-    if spec.gather_norm and comm is not None and normed is not None:
-        whole = gathered_plain(rt, comm, normed.reshape(*total.shape))
-        outputs: tuple[Value, ...] = (out, whole) if spec.stream is None else (out, whole, total)
-    else:
-        outputs = returned(out, normed, total, spec.return_norm, spec.stream)
+    outputs = returned(rt, out, normed, total, spec, comm)
+
     if not spec.checkpoint:
         saved = saved._replace(x=total if spec.fc1.needs.input else None, rng=rng, branch_rng=branch_rng)
         if spec.again and comes_again(spec.fc1):
             saved = saved._replace(n=None, beta=beta, scale=kept_scale(rt, scales))
         return outputs, saved
-    return outputs, MLPSaved(
-        x=total,
-        gamma=gamma,
-        w1=w1,
-        w2=w2,
-        rng=rng,
-        branch_rng=branch_rng,
-        beta=beta,
-        b1=b1,
-        scale=kept_scale(rt, scales),
-    )
+    kept = MLPSaved(x=total, gamma=gamma, w1=w1, w2=w2, rng=rng, branch_rng=branch_rng, beta=beta, b1=b1)
+    return outputs, kept._replace(scale=kept_scale(rt, scales))
 
 
 def _inside(
@@ -247,7 +235,8 @@ def backward(
         db1 = fc1.bias_gradient(rt, w1)
         dh = _activation_gradient(rt, da, saved, spec, fc1, db1)
         if release:
-            _let_go(saved.h, _made_by_forward(saved.w2q))
+            quantized = saved.w2q is not None and saved.w2q.dtype is dtypes.uint8  # a plain one is the caller's own
+            _let_go(saved.h, saved.w2q if quantized else None)
     if spec.fc2.needs.weight and not early:
         dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     del g
@@ -277,7 +266,7 @@ def backward(
 def _norm_output(rt: Runtime, saved: MLPSaved, spec: MLPSpec, comm: Communicator | None = None) -> Tensor | None:
     """The norm's output as fc1's wgrad reads it, kept or computed again."""
     if spec.again and not spec.checkpoint and comes_again(spec.fc1):
-        return norm_again(rt, (saved.x, saved.gamma, saved.beta), spec.norm, spec.fc1, saved.scale, comm)
+        return norm_again(rt, saved, spec.norm, spec.fc1, comm)
     return saved.n
 
 
@@ -298,11 +287,6 @@ def _frees_more(a: Tensor | None, w2: tuple[int, ...], dtype: DType, sink: Sink 
         return False
     made = dtype.nbytes(prod(w2)) if sink is None or sink.main is None else 0
     return a.nbytes > made and (sink is None or sink.queue is None)
-
-
-def _made_by_forward(w: Tensor | None) -> Tensor | None:
-    """A saved weight that forward quantized: bytes. A plain one is the caller's own."""
-    return w if w is not None and w.dtype is dtypes.uint8 else None
 
 
 def _let_go(*tensors: Tensor | None) -> None:

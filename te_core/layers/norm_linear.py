@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_core.arguments import explained
 from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
 from te_core.layers.meeting import meet
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
-from te_core.layers.parallel import gathered_plain, scattered
-from te_core.layers.product import LinearSpec, Product, Sink, gradient_operand, saved_weight, spread, weight_operand
+from te_core.layers.parallel import Spread, scattered
+from te_core.layers.product import LinearSpec, Product, Sink, gradient_operand, saved_weight, weight_operand
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
 from te_core.ops import raw as ops
 from te_core.quantize.operands import Value
@@ -77,7 +77,7 @@ def forward(
     linear = spec.linear
     leading, parallel = x.shape[:-1], None
     if comm is not None:
-        parallel = spread(linear, comm, scales, 0)
+        parallel = Spread(linear, comm, (scales, 0))
         meet(rt, comm, "LayerNormLinear", spec, input=x, weight=weight, bias=bias)
         leading = parallel.leading("fprop", leading)
     product = Product(linear, scales, 0, inspectors[0], None, parallel)
@@ -98,18 +98,7 @@ def forward(
     )
     if spec.again and comes_again(linear):
         kept = kept._replace(n=None, beta=beta, scale=kept_scale(rt, scales))
-    if spec.gather_norm and comm is not None:
-        return _with_gathered_norm(rt, comm, y, normed, total, spec.stream), kept
-    return returned(y, normed, total, spec.return_norm, spec.stream), kept
-
-
-def _with_gathered_norm(
-    rt: Runtime, comm: Communicator, y: Value, normed: Tensor | None, total: Tensor, stream: Stream | None
-) -> tuple[Value, ...]:
-    """A layer's outputs with the norm's output of all ranks' rows."""
-    assert normed is not None
-    whole = gathered_plain(rt, comm, normed.reshape(*total.shape))
-    return (y, whole) if stream is None else (y, whole, total)
+    return returned(rt, y, normed, total, spec, comm), kept
 
 
 def comes_again(linear: LinearSpec) -> bool:
@@ -126,18 +115,13 @@ def kept_scale(rt: Runtime, scales: Scales | None) -> Tensor | None:
 
 
 def norm_again(
-    rt: Runtime,
-    read: tuple[Tensor | None, Tensor | None, Tensor | None],
-    norm: NormSpec,
-    linear: LinearSpec,
-    scale: Tensor | None,
-    comm: Communicator | None = None,
+    rt: Runtime, saved: Any, norm: NormSpec, linear: LinearSpec, comm: Communicator | None = None
 ) -> Tensor | None:
-    """The norm's output as wgrad reads it, of `read`: x, gamma, beta. Nothing is recorded."""
-    x, gamma, beta = read
+    """The norm's output as wgrad reads it, of the x, gamma, beta and scale that were saved. Nothing is recorded."""
+    x, gamma, beta = saved.x, saved.gamma, saved.beta
     assert x is not None and gamma is not None
-    scales = None if scale is None else Scales(scale, None, None, None)
-    parallel = None if comm is None else spread(linear, comm, scales, 0)
+    scales = None if saved.scale is None else Scales(saved.scale, None, None, None)
+    parallel = None if comm is None else Spread(linear, comm, (scales, 0))
     product = Product(linear, scales, 0, None, None, parallel)
     cast, plain = product.input_cast(x)
     normed, q, _, _ = normalized(rt, x, gamma, beta, norm, cast, plain)
@@ -162,7 +146,7 @@ def backward(
     the outputs beside y, in their order."""
     linear, weight = spec.linear, saved_weight(saved.weight)
     dnorm, dstream = returned_gradients(second, third, spec.return_norm, spec.stream)
-    parallel = None if comm is None else spread(linear, comm, scales, 0)
+    parallel = None if comm is None else Spread(linear, comm, (scales, 0))
     product = Product(linear, scales, 0, inspectors[0], sinks[0], parallel)
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     rows = dy2.shape[0]
@@ -175,7 +159,7 @@ def backward(
     dgamma = dbeta = dw = dn = dresidual = dbranch_bias = None
     if parallel is not None and linear.needs.weight:
         if spec.again and comes_again(linear):
-            n = _norm_again(rt, saved, spec, comm)
+            n = norm_again(rt, saved, spec.norm, linear, comm)
         product.begin(rt, g, n, rows, weight)
     if linear.needs.input:
         out = rt.empty((rows, product.sides(weight)[1]), linear.dtype)
@@ -193,12 +177,6 @@ def backward(
         dx = None if plain_dx is None else product.delivered_gradient(rt, plain_dx)
     if linear.needs.weight and parallel is None:
         if spec.again and comes_again(linear):
-            n = _norm_again(rt, saved, spec)
+            n = norm_again(rt, saved, spec.norm, linear)
         dw = product.wgrad(rt, (dy2, g), product.restored(rt, n, rows, weight), weight, db_left)
     return dx, dgamma, dbeta, dw, db, None, dresidual, dbranch_bias
-
-
-def _norm_again(
-    rt: Runtime, saved: NormLinearSaved, spec: NormLinearSpec, comm: Communicator | None = None
-) -> Tensor | None:
-    return norm_again(rt, (saved.x, saved.gamma, saved.beta), spec.norm, spec.linear, saved.scale, comm)

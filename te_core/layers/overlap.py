@@ -66,11 +66,11 @@ class Overlap:
 class Overlapping:
     """One call's overlap: which of its products do, and what is on its way."""
 
-    __slots__ = ("_carrier", "_ring", "comm", "ran", "spec", "ways")
+    __slots__ = ("_carrier", "comm", "ran", "ring", "spec", "ways")
 
     def __init__(self, spec: Any, ways: Overlap, ran: dict[str, str], comm: Communicator) -> None:
         self.spec, self.ways, self.ran, self.comm = spec, ways, ran, comm
-        self._ring: Ring | None = None
+        self.ring: Ring | None = None  # parts of an operand on their way
         self._carrier: Carrier | None = None
 
     def carrier(self, rt: Runtime) -> Carrier:
@@ -94,13 +94,13 @@ class Overlapping:
         if reason:
             self._plain(rt, gemm, reason)
             return False
-        self._ring = Ring(rt, self.comm, self.carrier(rt), part)
+        self.ring = Ring(rt, self.comm, self.carrier(rt), part)
         self._ran(rt, gemm, f"overlapped by {RING}, in {self.comm.size} parts")
         return True
 
     def multiply_parts(self, rt: Runtime, b: Value, out: Tensor, run: Multiply, keep: bool) -> Value | None:
         """The product of an operand that has begun to come. (Its whole, if that is to be kept and can be read.)"""
-        ring, self._ring = self._ring, None
+        ring, self.ring = self.ring, None
         assert ring is not None
         c = out.matrix()
         for lane, rank, part in ring.parts():
@@ -108,11 +108,6 @@ class Overlapping:
             run(lane, part, b, c.rows(rank * m, (rank + 1) * m))
         ring.end()
         return ring.kept(rt) if keep else None
-
-    @property
-    def coming(self) -> bool:
-        """Whether parts are on their way."""
-        return self._ring is not None
 
     def multiply_summands(
         self, rt: Runtime, gemm: str, a: Value, b: Value, out: Tensor, run: Multiply
@@ -138,7 +133,7 @@ class Overlapping:
         carrier = self.carrier(rt)
         if method == RING:
             return made, pushed(rt, (carrier, self.comm), (a, b, c), made.matrix(), run)
-        return made, pipelined(rt, carrier, (a, b, c), made.matrix(), _Pieces(gemm, splits, run))
+        return made, pipelined(rt, carrier, (a, b, c), made.matrix(), gemm, splits, run)
 
     def bulk(self, rt: Runtime, gemm: str, shape: tuple[int, ...]) -> Carrier:
         """How travels what this GEMM has beside it, or what it needs: a whole tensor of this shape."""
@@ -354,15 +349,6 @@ def pushed(
 # --------------------------------------------------------------------------------------- a pipeline of columns
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The columns of a result, piece by piece."""
-
-    gemm: str
-    splits: int
-    run: Multiply
-
-
 def _no_columns(b: Value, gemm: str, n: int, splits: int) -> str:
     """Why a result [M, n] is not made in so many pieces; "" where it is."""
     if isinstance(b, Tensor):
@@ -396,16 +382,22 @@ def _lines(b: Value, gemm: str, start: int, stop: int) -> Value:
 
 
 def pipelined(
-    rt: Runtime, carrier: Carrier, operands: tuple[Value, Value, Tensor], out: Tensor, how: _Pieces
+    rt: Runtime,
+    carrier: Carrier,
+    operands: tuple[Value, Value, Tensor],
+    out: Tensor,
+    gemm: str,
+    splits: int,
+    run: Multiply,
 ) -> Summands:
     """out [m, N] = this rank's rows of the sum of all ranks' a b [M, N], of N in pieces, one after another."""
-    (a, b, c), summands = operands, carrier.summands(rt, out, how.splits)
+    (a, b, c), summands = operands, carrier.summands(rt, out, splits)
     (rows, n) = c.shape
-    width = n // how.splits
-    block = Tensor(c.ptr, (how.splits, rows, width), c.dtype, c.device, c)  # c is not read: its memory has the pieces
-    for i in range(how.splits):
+    width = n // splits
+    block = Tensor(c.ptr, (splits, rows, width), c.dtype, c.device, c)  # c is not read: its memory has the pieces
+    for i in range(splits):
         piece = block.rows(i, i + 1).reshape(rows, width)
-        how.run(rt, a, _lines(b, how.gemm, i * width, (i + 1) * width), piece)
+        run(rt, a, _lines(b, gemm, i * width, (i + 1) * width), piece)
         summands.piece(rt, i, piece)
     summands.arrive(rt)
     return summands

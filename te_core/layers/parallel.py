@@ -77,24 +77,13 @@ class Spread:
     """One call's product over ranks: its `LinearSpec`, a communicator, and what is on its way."""
 
     __slots__ = (
-        "_coming",
-        "_kept",
-        "_own",
-        "_read",
-        "_sum",
-        "_x",
-        "comm",
-        "gathered",
-        "overlap",
-        "precision",
-        "rng",
-        "spec",
-        "split",
-        "where",
-    )
+        "_coming", "_kept", "_own", "_read", "_sum", "_x", "comm", "gathered", "overlap", "precision", "rng", "spec",
+        "split", "where",
+    )  # fmt: skip
 
     def __init__(self, spec: Any, comm: Communicator, where: Where) -> None:
-        split: Split = spec.parallel
+        split: Split | None = spec.parallel
+        assert split is not None
         self.spec, self.split, self.comm, self.where = spec, split, comm, where
         self.precision: Precision | None = spec.precision
         self.gathered = split.gathered
@@ -120,12 +109,6 @@ class Spread:
                 "sequence parallelism", "an operand of one dimension", "a sequence of rows", "add a dimension"
             )
         return (leading[0] * self.split.size, *leading[1:])
-
-    def input_rows(self, rows: int) -> int:
-        """The rows of x on this rank, given those of the output gradient."""
-        if self.gathered == "grad":
-            return rows * self.split.size
-        return rows // self.split.size if self.gathered == "input" else rows
 
     # ----------------------------------------------------------------------------------------- operands
 
@@ -252,7 +235,8 @@ class Spread:
         if found is not None:
             return found
         assert kept_x is not None
-        spec, precision, shape = self.spec, self.precision, (self.input_rows(rows), width)
+        spec, precision, size = self.spec, self.precision, self.split.size
+        shape = rows * size if self.gathered == "grad" else rows // size if self.gathered == "input" else rows, width
         if self.gathered == "input" and (rule := self._rule("input", True)) is not None:
             travels = can_travel(rule, shape[0], True)
             if kept_x.dtype is not dtypes.uint8:
@@ -381,7 +365,7 @@ class Spread:
         overlap = self.overlap
         assert overlap is not None
         if gemm != "wgrad" and self.gathered == {"fprop": "input", "dgrad": "grad"}[gemm]:
-            if not overlap.coming and not self._begin_parts(rt, gemm, a):
+            if overlap.ring is None and not self._begin_parts(rt, gemm, a):
                 return None
             whole = overlap.multiply_parts(rt, b, out, run, gemm == "dgrad" and self.spec.needs.weight)
             self._kept, self._read = (None, None) if whole is None else (whole, a)
@@ -419,21 +403,18 @@ class Spread:
                     "pad the sequence",
                 )
             made = rt.empty((out.shape[0] // split.size, *out.shape[1:]), out.dtype)
-            handle = self._scatter_beside(rt, gemm, out, made)
+            if self.overlap is None or gemm != "dgrad":
+                handle = self.comm.reduce_scatter(rt, out, made)
+            else:  # it comes beside wgrad, as the options of that say
+                summands = self.overlap.bulk(rt, "wgrad", out.matrix().shape).summands(rt, made.matrix())
+                summands.piece(rt, 0, out.matrix())
+                summands.arrive(rt)
+                handle = summands
         if gemm == "dgrad":
             self._sum = handle
         else:
             handle.wait()
         return made
-
-    def _scatter_beside(self, rt: Runtime, gemm: str, whole: Tensor, out: Tensor) -> Handle:
-        """Have this rank's part of the sum come; dgrad's comes beside wgrad, as the options of that say."""
-        if self.overlap is None or gemm != "dgrad":
-            return self.comm.reduce_scatter(rt, whole, out)
-        summands = self.overlap.bulk(rt, "wgrad", whole.matrix().shape).summands(rt, out.matrix())
-        summands.piece(rt, 0, whole.matrix())
-        summands.arrive(rt)
-        return summands
 
     def settle(self) -> None:
         """Wait for dgrad's sum."""
@@ -445,13 +426,6 @@ class Spread:
 def _plain_in(block: Tensor, shape: Sequence[int], dtype: DType) -> Tensor:
     """The values that lie in a block of bytes."""
     return Tensor(block.ptr, tuple(shape), dtype, block.device, block)
-
-
-def gathered_plain(rt: Runtime, comm: Communicator, part: Tensor) -> Tensor:
-    """A tensor in high precision, its first dimension put together."""
-    whole = gather(rt, comm, part).wait()
-    assert isinstance(whole, Tensor)
-    return whole
 
 
 def scattered(rt: Runtime, comm: Communicator, whole: Tensor) -> Tensor:

@@ -372,13 +372,7 @@ def products(
     made = map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none)
     if comm is None:
         return list(made)
-    return [product._replace(parallel=spread(product.spec, comm, scales, i)) for i, product in enumerate(made)]
-
-
-def spread(spec: LinearSpec, comm: Communicator, scales: Scales | None, gemm: int) -> Spread:
-    """What stands around the GEMMs of a weight that is spread over ranks."""
-    assert spec.parallel is not None
-    return Spread(spec, comm, (scales, gemm))
+    return [product._replace(parallel=Spread(product.spec, comm, product[1:3])) for product in made]
 
 
 # --------------------------------------------------------------------------------------- their operands

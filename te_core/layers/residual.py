@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from inspect import unwrap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_core.arguments import explained
+from te_core.layers.communicator import Communicator
+from te_core.layers.gathered import gather
 from te_core.ops import raw as ops
 from te_core.ops.norm import Branch
 from te_core.quantize.operands import Value
@@ -104,24 +106,26 @@ def entered(
 
 
 def left(
-    rt: Runtime, dx: Tensor | None, stream: Stream | None, rng: Tensor | None
+    rt: Runtime, dx: Tensor, stream: Stream | None, rng: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(gradient of the layer's input, of the branch's bias, of the residual) from that of what the norm read."""
-    if dx is None or stream is None or stream.add is None:
+    if stream is None or stream.add is None:
         return dx, None, None
     dx, dbias, dresidual = branch_gradients(rt, dx, AddSaved(rng), spec=stream.add)
     return dx, dbias, dresidual
 
 
 def returned(
-    y: Value, normed: Tensor | None, read: Tensor, return_norm: bool, stream: Stream | None
+    rt: Runtime, y: Value, normed: Tensor | None, read: Tensor, spec: Any, comm: Communicator | None
 ) -> tuple[Value, ...]:
-    """A layer's outputs: its result; the norm's output, if it is asked for; with a stream what the norm read."""
+    """A layer's outputs as its spec has them: its result; the norm's output, of these rows or all ranks'; with a stream
+    what the norm read."""
     outputs: tuple[Value, ...] = (y,)
-    if return_norm:
+    if spec.return_norm:
         assert normed is not None
-        outputs = (y, normed.reshape(*read.shape))
-    return outputs if stream is None else (*outputs, read)
+        rows = normed.reshape(*read.shape)
+        outputs = (y, gather(rt, comm, rows).wait() if spec.gather_norm and comm is not None else rows)
+    return outputs if spec.stream is None else (*outputs, read)
 
 
 def returned_gradients(

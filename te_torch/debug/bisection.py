@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from te_core.errors import ArgumentError
-from te_core.layers.inspector import finished
+from te_core.layers.inspector import PLAIN
 from te_core.spelling import choice_error
 from te_torch.debug.layers import team_of
 from te_torch.debug.snapshot import Snapshot, main_gradient
-from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
+from te_torch.debug.watched import Around, Guest, Layers, chosen, products_of
 from te_torch.exchange import all_reduce
 from te_torch.listing import table
 from te_torch.runtime import is_dtensor
@@ -108,32 +108,19 @@ def _share(off: float) -> str:
     return "NaN or infinity" if math.isinf(off) else f"{100 * off:.3g} %"
 
 
-class _High:
-    """The inspector of one product: some of its GEMMs read their operands unquantized."""
+class _High(Around):
+    """Has some of a product's GEMMs read their operands unquantized."""
 
-    def __init__(self, layer: str, high: set[tuple[str, str]], own: Any) -> None:
-        self._layer, self._high, self._own = layer, high, own
-        self._points = frozenset(
-            {("fprop", "activation"), ("fprop", "weight"), ("dgrad", "gradient")}
-            | {("dgrad", "weight"), ("wgrad", "activation"), ("wgrad", "gradient")}
-        )
-        self._asked = frozenset() if own is None else frozenset(own.request)
+    operation = "bisect"
 
-    @property
-    def request(self) -> frozenset[tuple[str, str]]:
-        """All operands, and what the module's own inspector looks at."""
-        refuse_traces("bisect")
-        return self._points | self._asked
+    def __init__(self, layers: list[str], high: set[tuple[str, str]], number: int, own: Any) -> None:
+        super().__init__(frozenset(PLAIN), own)  # all operands
+        self._layer, self._high = layers[number], high
 
     def inspect(self, rt: Any, gemm: str, tensor: str, value: Any, cast: Any, out: Any) -> Any:
         """The value itself in the place of what it was quantized to."""
-        point = gemm, tensor
-        replaced = self._own.inspect(rt, gemm, tensor, value, cast, out) if point in self._asked else None
-        return value if point in self._points and (self._layer, gemm) in self._high else replaced
-
-    def finished(self, rt: Any, tensor: str) -> None:
-        """For the module's own."""
-        finished(rt, self._own, tensor)
+        replaced = super().inspect(rt, gemm, tensor, value, cast, out)
+        return value if (gemm, tensor) in self.points and (self._layer, gemm) in self._high else replaced
 
 
 class _Steps(Guest):
@@ -158,11 +145,8 @@ class _Steps(Guest):
         for name, module, _ in self._products:
             by_module.setdefault(module, []).append(name)
         for module, names in by_module.items():
-            self.put(module, partial(self._high_of, names))
+            self.put(module, partial(_High, names, self._high))
         return self
-
-    def _high_of(self, names: list[str], number: int, own: Any) -> _High:
-        return _High(names[number], self._high, own)
 
     def __exit__(self, *exc: object) -> None:
         self.leave()
@@ -205,7 +189,10 @@ class _Steps(Guest):
 
     def _squares(self, found: list[Any], want: list[Any]) -> list[list[float]]:
         """[the error squared, the gradient squared, elements] of each parameter that has one: of all its shards."""
-        rows = [_squares_of(a, b) for a, b in zip(found, want, strict=True)]
+        rows = []
+        for a, b in zip(found, want, strict=True):
+            error = math.inf if a is None else 0.0 if b is None else float((a - b).norm())
+            rows.append([0.0] * 3 if b is None else [error**2, float(b.norm()) ** 2, float(b.numel())])
         for group, numbers in self._shards.items():
             of_all = torch.tensor([rows[i] for i in numbers], device=self._device, dtype=torch.float64)
             all_reduce("bisect", of_all, group, "sum")
@@ -251,14 +238,6 @@ def _copies(model: torch.nn.Module) -> list[Any]:
 
 def _bad_step(got: str, do: str) -> ArgumentError:
     return ArgumentError("bisect", f"a step_fn that {got}", "one that returns a loss, or leaves gradients", do)
-
-
-def _squares_of(found: torch.Tensor | None, want: torch.Tensor | None) -> list[float]:
-    """[the error squared, the gradient squared, elements] of a parameter, or of a shard; zeros where there is none."""
-    if want is None:
-        return [0.0, 0.0, 0.0]
-    error = math.inf if found is None else float((found - want).norm())
-    return [error**2, float(want.norm()) ** 2, float(want.numel())]
 
 
 def _share_off(rows: list[list[float]]) -> float:
@@ -370,7 +349,12 @@ def bisect(
     told = (lambda line: print(f"bisect: {line}", file=sys.stderr, flush=True)) if progress else lambda line: None
     if not callable(step_fn):
         raise ArgumentError("bisect", f"step_fn={step_fn!r}", "a function of the model", "pass one that runs a step")
-    _check(level, compare, tolerance)
+    if level not in ("gemm", "layer"):
+        raise choice_error("bisect", "level", level, ("gemm", "layer"))
+    if compare not in (None, "loss", "gradients"):
+        raise choice_error("bisect", "compare", compare, ("loss", "gradients", None))
+    if tolerance is not None and (not isinstance(tolerance, Real) or not tolerance >= 0):
+        raise ArgumentError("bisect", f"tolerance={tolerance!r}", "a number >= 0, or None", "correct it")
     with _Steps(step_fn, model, compare, restore) as steps:
         names = chosen("bisect", steps.names, layers)
         groups: list[tuple[str, ...]] = [GEMMS] if level == "layer" else [(gemm,) for gemm in GEMMS]
@@ -430,12 +414,3 @@ def _made(verdict: str, found: list[Unit], search: _Search, units: list[Unit], o
             without = math.nan
         culprits.append(Culprit(*unit, without))
     return Bisection(verdict, culprits, off, str(search.steps.compare), search.steps.runs, len(units))
-
-
-def _check(level: str, compare: str | None, tolerance: float | None) -> None:
-    if level not in ("gemm", "layer"):
-        raise choice_error("bisect", "level", level, ("gemm", "layer"))
-    if compare not in (None, "loss", "gradients"):
-        raise choice_error("bisect", "compare", compare, ("loss", "gradients", None))
-    if tolerance is not None and (not isinstance(tolerance, Real) or not tolerance >= 0):
-        raise ArgumentError("bisect", f"tolerance={tolerance!r}", "a number >= 0, or None", "correct it")

@@ -8,21 +8,24 @@ reads its columns, then for the one that reads its rows; `inspect_tensor`; `insp
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from te_core.errors import UnsupportedError
 from te_core.layers.inspector import ATTENTION_POINTS, Request
+from te_core.precision import rule_of
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.debug.layers import ALONE, Team
-from te_torch.debug.quantizers import quantizer_for
 from te_torch.debug.state import TEDebugState
 from te_torch.debug.stats import STATS_BUFFERS
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import TO_TORCH, piece_to_torch, to_core
+from te_torch.tensors import Float8CurrentScalingQuantizer, Float8Quantizer, quantizer_of
+from te_torch.tensors.dtype import of_core
 from te_torch.tensors.wrap import from_core
 
 Value = Tensor | QuantizedTensor
@@ -40,31 +43,51 @@ class _Tensor:
         self.dtype = TO_TORCH[value.dtype]
         self.value, self.out, self._cast, self._group = value, out, cast, group
         self.held = weight and out is not None and out.owner is not None  # a parameter that is quantized itself
-        self._plain: torch.Tensor | None = None
-        self._quantized: Any = None
-        self._quantizer: Any = None
 
-    @property
+    @cached_property
     def plain(self) -> torch.Tensor:
         """In high precision."""
-        if self._plain is None:
-            self._plain = piece_to_torch(self.value)
-        return self._plain
+        return piece_to_torch(self.value)
 
-    @property
+    @cached_property
     def quantized(self) -> Any:
         """As the recipe quantized it; None if it did not."""
-        if self._quantized is None and self.out is not None:
-            owner = self.out.owner  # of a held weight, and of what came quantized
-            self._quantized = from_core(self.out, self.out.shape, self.dtype) if owner is None else owner
-        return self._quantized
+        if self.out is None:
+            return None
+        owner = self.out.owner  # of a held weight, and of what came quantized
+        return from_core(self.out, self.out.shape, self.dtype) if owner is None else owner
 
-    @property
+    @cached_property
     def quantizer(self) -> Any:
         """What the recipe quantizes it by."""
-        if self._quantizer is None and (self._cast is not None or self.out is not None):
-            self._quantizer = quantizer_for(self._cast, self.out, self.plain.device, self._group)
-        return self._quantizer
+        if self._cast is None and self.out is None:
+            return None
+        return quantizer_for(self._cast, self.out, self.plain.device, self._group)
+
+
+def quantizer_for(cast: Cast | None, q: QuantizedTensor | None, device: torch.device, group: Any = None) -> Any:
+    """The quantizer that a recipe's cast stands for; where a weight was quantized before, its format.
+
+    group: of the ranks that have other parts of the tensor, which need one scale. (That of a recipe with a history is
+    equal on all of them. Who scales otherwise finds the group in `amax_reduction_group`.)
+    """
+    form = cast.format if cast is not None else None if q is None else q.format
+    if form is None:
+        return None
+    if group is not None and form.scaling == "tensor":
+        made = quantizer_for(cast, q, device).copy()
+        made.amax_reduction_group = group
+        if isinstance(made, Float8CurrentScalingQuantizer):
+            made.with_amax_reduction = True
+        return made
+    if form.scaling == "tensor" and cast is not None and cast.scale is not None:
+        scale = piece_to_torch(cast.scale)
+        amax = torch.zeros_like(scale) if cast.amax is None else piece_to_torch(cast.amax)
+        return Float8Quantizer(scale, amax, of_core(form.dtype))
+    options: dict[str, Any] = {"tiled": form.tiled, "row_scaled": form.row_scaled, "bound": form.bound}
+    if cast is not None:
+        options |= {name: getattr(cast, name) for name in ("epsilon", "power_of_two", "transform")}
+    return quantizer_of(rule_of(form.dtype, "current" if form.scaling == "tensor" else form.scaling, **options), device)
 
 
 class GemmInspector:
@@ -81,28 +104,21 @@ class GemmInspector:
     ) -> Value | None:
         """At a point: what the GEMM reads, or its result, in the place of what there was."""
         with torch.no_grad():
+            if tensor in _ROWS:
+                return self._operand(gemm, tensor, value, cast, out)
             if (gemm, tensor) in ATTENTION_POINTS:
-                return self._attended(gemm, tensor, _Tensor(value, cast, out))
-            if tensor not in _ROWS:
-                return self._result(gemm, tensor, _Tensor(value, None, None))
-            return self._operand(gemm, tensor, value, cast, out)
+                return self._other(gemm, tensor, _Tensor(value, cast, out), True)
+            return self._other(gemm, tensor, _Tensor(value, None, None), False)
 
-    def _attended(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
-        """A tensor of attention: seen in the first run, if a checkpoint runs it again."""
+    def _other(self, gemm: str, tensor: str, seen: _Tensor, attended: bool) -> Value | None:
+        """A result, or a tensor of attention (`attended`): seen in the first run, if a checkpoint runs it again."""
         made = self._modified(gemm, tensor, seen) if (gemm, tensor) in self.plan.modified else None
+        if isinstance(made, QuantizedTorch) and not attended:
+            made = made.dequantize().to(seen.dtype)
         if tensor in self.plan.inspected and (gemm != "fprop" or _graph_task() == -1):
-            read = seen.quantized if made is None else made
-            self._inspected(tensor, seen.plain, read, None, seen.quantizer)
-        return None if made is None else _as_core(made, seen)
-
-    def _result(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
-        made = None
-        if (gemm, tensor) in self.plan.modified:
-            made = self._modified(gemm, tensor, seen)
-            if isinstance(made, QuantizedTorch):
-                made = made.dequantize().to(seen.dtype)
-        if tensor in self.plan.inspected and (tensor != "output" or _graph_task() == -1):
-            self._inspected(tensor, seen.plain if made is None else made, None, None, None)
+            plain = seen.plain if made is None or attended else made
+            read = seen.quantized if made is None else made if attended else None
+            self._inspected(tensor, plain, read, None, seen.quantizer)
         return None if made is None else _as_core(made, seen)
 
     def _operand(

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.inspector import ATTENTION_POINTS, POINTS, finished, quantized_whole
+from te_core.layers.inspector import ATTENTION_POINTS, POINTS, quantized_whole
 from te_core.quantized import QuantizedTensor
 from te_torch.autocast import active
 from te_torch.base.module import BaseModule
 from te_torch.debug.ledger import Ledger
 from te_torch.debug.report import Report, Series
-from te_torch.debug.watched import Guest, Layers, chosen, listed, products_of, refuse_traces
+from te_torch.debug.watched import Around, Guest, Layers, chosen, listed, products_of
 from te_torch.draws import capturing
 from te_torch.reruns import first_of_a_checkpoint, in_backward
 
@@ -56,35 +56,25 @@ def _some(what: str, given: Iterable[str] | None, allowed: tuple[str, ...]) -> f
     return frozenset(names)
 
 
-class Watch:
-    """The inspector of one product, around the one that its module has of its own."""
+class Watch(Around):
+    """Measures what the module's own inspector leaves."""
+
+    operation = "inspect"
 
     def __init__(self, session: Inspection, number: int, own: Any) -> None:
-        self._session, self._number, self._own = session, number, own
-
-    @property
-    def request(self) -> frozenset[tuple[str, str]]:
-        """What it looks at, and what the module's own does."""
-        refuse_traces("inspect")
-        own = frozenset() if self._own is None else frozenset(self._own.request)
-        return own | self._session.points
+        super().__init__(session.points, own)
+        self._session, self._number = session, number
 
     def inspect(self, rt: Any, gemm: str, tensor: str, value: Any, cast: Any, out: Any) -> Any:
         """The module's own inspector acts; what it leaves is measured."""
-        replaced = None
-        if self._own is not None and (gemm, tensor) in self._own.request:
-            replaced = self._own.inspect(rt, gemm, tensor, value, cast, out)
+        replaced = super().inspect(rt, gemm, tensor, value, cast, out)
         self._session.look(rt, self._number, (gemm, tensor), value, cast, out if replaced is None else replaced)
         return replaced
-
-    def finished(self, rt: Any, tensor: str) -> None:
-        """For the module's own."""
-        finished(rt, self._own, tensor)
 
     def quantized_whole(self, rt: Any, gemm: str, tensor: str, form: Any) -> None:
         """A part that was seen in high precision is multiplied in this format."""
         self._session._told(self._number, (gemm, tensor), form)
-        quantized_whole(rt, self._own, (gemm, tensor), form)
+        quantized_whole(rt, self.own, (gemm, tensor), form)
 
 
 class Inspection(Guest):
@@ -209,11 +199,8 @@ class Inspection(Guest):
 
     def report(self) -> Report:
         """All that was seen in the steps that have ended. Waits for the device."""
-        if self._read is None or self._read[0] != self.current or not self.closed:
-            self._read = self.current, self._made()
-        return self._read[1]
-
-    def _made(self) -> Report:
+        if self._read is not None and self._read[0] == self.current and self.closed:
+            return self._read[1]
         steps, columns = self._ledger.read()
         series, seen = [], set()
         for slot, (order, kind, figures) in sorted(columns.items()):
@@ -223,7 +210,8 @@ class Inspection(Guest):
             seen.add(number)
             series.append(Series(self.names[number], tuple(gemms), ORDER[place][1], kind, **figures, order=order))
         idle = [name for i, name in enumerate(self.names) if i not in seen and i not in self._attention]
-        return Report(steps, series, idle, self._blind)
+        self._read = self.current, Report(steps, series, idle, self._blind)
+        return self._read[1]
 
     def to_html(self, path: str | Path, title: str = "Precision") -> Path:
         """Write the report as a page that needs nothing but a browser: no network, no second file."""

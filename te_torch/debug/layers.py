@@ -5,23 +5,11 @@ And over which ranks its weight is spread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from te_torch.base.module import BaseModule
-
 _PARTS = {"LayerNormMLP": ("fc1", "fc2")}
-
-
-class Layer(NamedTuple):
-    """One product: the GEMMs of one weight."""
-
-    name: str
-    module: Any
-    number: int  # among the module's products: the place of its inspector, its slots in the scaling state
 
 
 class Team(NamedTuple):
@@ -70,12 +58,3 @@ def product_names(module: Any, name: str) -> tuple[str, ...]:
 def _is(module: Any, kind: str) -> bool:
     """Whether a module is of this class, or of one made of it, as users and `fully_shard` do."""
     return any(base.__name__ == kind for base in type(module).__mro__)
-
-
-def layers(model: torch.nn.Module, named: bool = False) -> Iterator[Layer]:
-    """A model's products by their modules' paths in it, or (`named`) by the names that modules have themselves."""
-    for path, module in model.named_modules():
-        if isinstance(module, BaseModule) and hasattr(module, "_inspectors") and module._weight_names():
-            own = module.name if named or not path else path
-            for index, name in enumerate(product_names(module, own)):
-                yield Layer(name, module, index)

@@ -10,13 +10,15 @@ import torch
 from te_core.ops import raw as ops
 from te_core.quantized import Format, QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.statistics import ADDED, LOWERED, RAISED, empty, merge
+from te_core.statistics import ADDED, LOWERED, RAISED, merge
 from te_core.tensor import Tensor
+from te_torch.debug.records import empty_on, place_of
 from te_torch.exchange import all_reduce
 from te_torch.runtime import to_core
 
 NAMES = (*ADDED, *RAISED, *LOWERED)
 _ADDED, _RAISED = len(ADDED), len(ADDED) + len(RAISED)
+_REDUCTIONS = (slice(0, _ADDED), "sum"), (slice(_ADDED, _RAISED), "max"), (slice(_RAISED, None), "min")
 
 
 class Kind(NamedTuple):
@@ -27,14 +29,6 @@ class Kind(NamedTuple):
     largest: float  # that the element type holds
     stochastic: bool = False
     whole: bool = False  # not here: a part of it was seen, which is quantized once it is gathered
-
-
-class Column(NamedTuple):
-    """What a row held over the steps."""
-
-    order: int  # when it was first entered
-    kind: Kind | None  # None: it was not quantized
-    figures: dict[str, Any]
 
 
 class Ledger:
@@ -49,13 +43,12 @@ class Ledger:
         self._kinds: dict[int, Kind] = {}
 
     def _records(self, device: torch.device) -> torch.Tensor:
-        found = self._open.get(device)
-        if found is None:
+        if device not in self._open:
             with torch.inference_mode(False), torch.no_grad():
                 if device not in self._empty:
-                    self._empty[device] = torch.from_numpy(empty(self._rows)).to(device)
-                found = self._open[device] = self._empty[device].clone()
-        return found
+                    self._empty[device] = empty_on(device, self._rows)
+                self._open[device] = self._empty[device].clone()
+        return self._open[device]
 
     def enter(self, rt: Runtime, row: int, x: Tensor, cast: Any, out: Any, columns: bool) -> None:
         """Merge a tensor into its row; `columns`: its GEMM reads the columnwise copy of `out`."""
@@ -70,8 +63,7 @@ class Ledger:
                 columns = q.rowwise is None
             elif (q.columnwise if columns else q.rowwise) is None:  # tiles: a part has one copy that serves for both
                 columns = not columns
-        place = torch.device("cuda", rt.device.index) if rt.device.kind == "cuda" else torch.device("cpu")
-        ops.statistics(rt, x, to_core(self._records(place)[row]), q, columnwise=columns)
+        ops.statistics(rt, x, to_core(self._records(place_of(rt))[row]), q, columnwise=columns)
 
     def quantized_whole(self, row: int, form: Format) -> None:
         """What was entered in this row was a part of a tensor that was quantized now."""
@@ -81,20 +73,18 @@ class Ledger:
     def close(self, step: int, group: Any) -> None:
         """The end of a step: its rows are put aside, merged over the ranks of the group if there is one."""
         if group is not None:
-            self._reduce(self._records(self._device), group)  # also on a rank that has seen nothing
+            records = self._records(self._device)  # also on a rank that has seen nothing
+            for part, reduction in _REDUCTIONS:
+                numbers = records[:, part].contiguous()
+                all_reduce("inspect", numbers, group, reduction)
+                records[:, part] = numbers
         if self._open:
             self._closed.append((step, list(self._open.values())))
         self._open = {}
 
-    def _reduce(self, records: torch.Tensor, group: Any) -> None:
-        parts = (slice(0, _ADDED), "sum"), (slice(_ADDED, _RAISED), "max"), (slice(_RAISED, None), "min")
-        for part, reduction in parts:
-            numbers = records[:, part].contiguous()
-            all_reduce("inspect", numbers, group, reduction)
-            records[:, part] = numbers
-
-    def read(self) -> tuple[list[int], dict[int, Column]]:
-        """(steps, the rows that were entered, each over these steps). Waits for the device."""
+    def read(self) -> tuple[list[int], dict[int, tuple[int, Kind | None, dict[str, Any]]]]:
+        """(steps, of the rows that were entered when they first were, how they were quantized, and what they held over
+        these steps). Waits for the device."""
         steps = [step for step, _ in self._closed]
         if not steps:
             return steps, {}
@@ -103,7 +93,7 @@ class Ledger:
         for row in np.flatnonzero(records[:, :, 0].any(0)).tolist():
             numbers = dict(zip(NAMES, records[:, row].T, strict=True))
             # Of a row that only other ranks have entered this one does not know when, nor of what kind it is.
-            found[row] = Column(self._order.get(row, len(self._order)), self._kinds.get(row), figures(numbers))
+            found[row] = self._order.get(row, len(self._order)), self._kinds.get(row), figures(numbers)
         return steps, found
 
 

@@ -18,15 +18,9 @@ import numpy as np
 
 BINS = 240  # columns of a heat map, points of a curve
 #: The figures of a page, and which of several steps stands for them all.
-SHOWN = (
-    ("lost", "max"),
-    ("amax", "max"),
-    ("underflow", "max"),
-    ("overflow", "max"),
-    ("snr", "min"),
-    ("scale", "min"),
-    ("nonfinite", "max"),
-)
+SHOWN = {
+    **dict.fromkeys(("lost", "amax", "underflow", "overflow"), "max"), "snr": "min", "scale": "min", "nonfinite": "max",
+}  # fmt: skip
 
 
 def page(report: Any, title: str) -> str:
@@ -34,7 +28,7 @@ def page(report: Any, title: str) -> str:
     edges = np.linspace(0, len(report.steps), min(len(report.steps), BINS) + 1).astype(int)
     figures = np.stack([_figures(s, edges) for s in report.series]) if report.series else np.zeros((0, 0, 0))
     facts = {
-        "figures": [name for name, _ in SHOWN],
+        "figures": [*SHOWN],
         "steps": [report.steps[i] for i in edges[:-1]],
         "ends": [report.steps[i - 1] for i in edges[1:]],
         "verdict": report.verdict(),
@@ -70,7 +64,7 @@ def _number(value: float) -> float | None:
 def _figures(s: Any, edges: Any) -> Any:
     """[figure, bin]."""
     rows = []
-    for name, worst in SHOWN:
+    for name, worst in SHOWN.items():
         values = s.lost() if name == "lost" else getattr(s, name)
         pick = np.fmax if worst == "max" else np.fmin
         rows.append([pick.reduce(values[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)])

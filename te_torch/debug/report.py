@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class Series(NamedTuple):
 
     def trouble(self) -> float:
         """The mean of what was lost, in dB."""
-        return _mean(self.lost())
+        return _known(self.lost(), np.mean)
 
     def why(self) -> str:
         """What the trouble is, in words; "" where there is none worth a word."""
@@ -75,25 +76,19 @@ class Series(NamedTuple):
         if self.kind is None or self.trouble() < 0.5:
             return ""
         said = []
-        if (frozen := self._frozen()) is not None:
-            said.append(frozen)
-        over, under = _mean(self.overflow), _mean(self.underflow)
+        scale, amax = (a[np.isfinite(a) & (a > 0)] for a in (self.scale, self.amax))
+        if len(scale) >= 3 and len(amax) >= 3 and scale.min() == scale.max() and amax.max() / amax.min() >= 4:
+            said.append(f"scale {scale[0]:.3g} stood still while amax moved by {amax.max() / amax.min():.3g}")
+        over, under = _known(self.overflow, np.mean), _known(self.underflow, np.mean)
         used = np.maximum(self.amax * self.scale, 1e-30) / self.kind.largest
-        if over > 0 and _most(used) > 1.01:  # a current scale is rounded
-            said.append(f"{over:.3g} % beyond what its scale can hold, the largest {_most(used):.3g} times")
+        most = _known(used, np.max)
+        if over > 0 and most > 1.01:  # a current scale is rounded
+            said.append(f"{over:.3g} % beyond what its scale can hold, the largest {most:.3g} times")
         if under >= 1:
-            unused = -_mean(np.log2(used))
+            unused = -_known(np.log2(used), np.mean)
             room = f"its scale is 2^{unused:.0f} too small" if unused > 3 else "its values spread too wide for it"
             said.append(f"{under:.3g} % became zero: {room}")
         return "; ".join(said) or "its values spread too wide for the format"
-
-    def _frozen(self) -> str | None:
-        """Whether the scale stood still while what it is made for moved."""
-        scale, amax = (a[np.isfinite(a) & (a > 0)] for a in (self.scale, self.amax))
-        if len(scale) < 3 or len(amax) < 3 or scale.min() != scale.max():
-            return None
-        moved = amax.max() / amax.min()
-        return f"scale {scale[0]:.3g} stood still while amax moved by {moved:.3g}" if moved >= 4 else None
 
 
 class Report:
@@ -151,27 +146,24 @@ class Report:
         return draw(self, Path(folder))
 
     def __str__(self) -> str:
+        lines = [self.verdict(), *[f"not seen: {', '.join(self.unseen)}"] * bool(self.unseen)]
         if not self.series:
-            idle = f"\nnot seen: {', '.join(self.unseen)}" if self.unseen else ""
-            return f"{self.verdict()}{idle}"
+            return "\n".join(lines)
         cells = [
             (
                 s.layer, s.tensor, s.gemm, "-" if s.kind is None else s.kind.words, f"{s.trouble():.1f}",
-                _figure(_mean(s.snr), ".1f"), _figure(_mean(s.underflow), ".3g"), _figure(_mean(s.overflow), ".3g"),
-                _figure(_most(s.amax), ".3g"), _figure(_last(s.scale), ".3g"), s.why(),
+                _figure(s.snr, np.mean, ".1f"), _figure(s.underflow, np.mean), _figure(s.overflow, np.mean),
+                _figure(s.amax, np.max), _figure(s.scale, lambda known: known[-1]), s.why(),
             )
             for s in self.series[:SHOWN]
         ]  # fmt: skip
         headings = ("layer", "tensor", "gemms", "format", "dB lost", "SNR dB", "underflow %", "overflow %", "amax",
                     "scale", "why")  # fmt: skip
         left = len(self.series) - len(cells)
-        lines = [table(headings, cells), ""]
         if left:
-            lines.append(f"and {left} tensors with less trouble: .series has all of them, .to_html(path) shows them")
-        lines.append(self.verdict())
-        if self.unseen:
-            lines.append(f"not seen: {', '.join(self.unseen)}")
-        return "\n".join(lines)
+            more = f"and {left} tensors with less trouble: .series has all of them, .to_html(path) shows them"
+            lines = [more, *lines]
+        return "\n".join([table(headings, cells), "", *lines])
 
     def verdict(self) -> str:
         """The report in one sentence."""
@@ -191,22 +183,14 @@ REPLAYED = "what a replayed CUDA graph or a compiled program computes is not see
 FIGURES = ("count", "amax", "underflow", "overflow", "snr", "scale", "nonfinite")
 
 
-def _mean(values: Array) -> float:
+def _known(values: Array, pick: Callable[[Array], Any]) -> float:
+    """A figure of those values that are numbers; NaN where none is."""
     found = values[np.isfinite(values)]
-    return float(found.mean()) if len(found) else math.nan
+    return float(pick(found)) if len(found) else math.nan
 
 
-def _most(values: Array) -> float:
-    found = values[~np.isnan(values)]
-    return float(found.max()) if len(found) else math.nan
-
-
-def _last(values: Array) -> float:
-    found = values[~np.isnan(values)]
-    return float(found[-1]) if len(found) else math.nan
-
-
-def _figure(value: float, form: str) -> str:
+def _figure(values: Array, pick: Callable[[Array], Any], form: str = ".3g") -> str:
+    value = _known(values, pick)
     return "-" if math.isnan(value) else format(value, form)
 
 

@@ -102,8 +102,7 @@ class Door(Choice):
         now = TEDebugState.get_iteration()
         self._choose(module, bool(precision), now)
         if self.current is not None:
-            _refuse_capture(module)
-            _refuse_options(module, precision)
+            _refuse(module, precision)
         elif self.due > now:
             _set(module, None)
 
@@ -135,7 +134,13 @@ class Door(Choice):
             if module._weight_names():
                 self._tell(name, plan, quantized)
             due = min(due, again)
-            found.append(None if plan.idle else self._inspector(name, plan, team_of(module, number)))
+            made = None
+            if not plan.idle:
+                team = team_of(module, number)
+                made = self._made.get((name, plan, team))
+                if made is None:
+                    made = self._made[name, plan, team] = GemmInspector(name, plan.request, plan, team)
+            found.append(made)
         # What features say of a layer in high precision tells nothing about it in a quantized one.
         self.due = now + 1 if any(found) else now if any(settled) and not quantized else max(due, now + 1)
         return tuple(found * (module.gemms // len(names))) if any(found) else None
@@ -151,12 +156,6 @@ class Door(Choice):
                 return plan, min(questions.later, default=_NEVER)
             self._for_good[name, quantized] = plan
         return plan, _NEVER
-
-    def _inspector(self, name: str, plan: Plan, team: Team) -> GemmInspector:
-        made = self._made.get((name, plan, team))
-        if made is None:
-            made = self._made[name, plan, team] = GemmInspector(name, plan.request, plan, team)
-        return made
 
     def _tell(self, name: str, plan: Plan, quantized: bool) -> None:
         """The lines of the log that say what happens to each operand: once for each layer."""
@@ -253,16 +252,13 @@ def _ask(says: _Questions, quantized: bool) -> Plan:
     return Plan(frozenset(high), frozenset(modified), frozenset(inspected), frozenset(older))
 
 
-def _refuse_capture(module: Any) -> None:
+def _refuse(module: Any, precision: int) -> None:
+    """What a layer that features touch cannot do."""
     if module._microbatch is not None:  # the documented error
         got = "a CUDA graph that is to keep quantized weights for its microbatches"
         raise AssertionError(str(_refused(module, got, "capture it without, or leave the layer out")))
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise _refused(module, "a step that a CUDA graph captures", "capture it without, or leave the layer out")
-
-
-def _refuse_options(module: Any, precision: int) -> None:
-    """What a layer that features touch cannot do."""
     if module.delay_wgrad_compute:
         raise _refused(module, "delay_wgrad_compute=True", "make the layer without it, or leave it out")
     rule = precision_of(precision)

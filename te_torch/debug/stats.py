@@ -11,6 +11,7 @@ over its team, and any other tensor's over the reduction group.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -23,12 +24,13 @@ import torch.distributed as dist
 
 from te_core.quantized import QuantizedTensor
 from te_core.statistics import Statistics
-from te_core.tensor import Tensor
 from te_torch.debug.layers import Team
 from te_torch.debug.records import Records, merged
 from te_torch.debug.state import TEDebugState
 from te_torch.exchange import all_gather_object
 from te_torch.runtime import runtime_for, to_core
+
+_MARK = "\0"
 
 #: Gives the value of a statistic from a record.
 Formula = Callable[[Any], float]  # of `Statistics`
@@ -51,7 +53,6 @@ def combined_std(parts: Sequence[Statistics]) -> float:
 class _Asked:
     """Statistics of one variant of a tensor that will be written: by their names, in their order."""
 
-    tensor: str
     formulas: dict[str, Formula] = field(default_factory=dict)
     extremes: list[str] = field(default_factory=list)  # those that have a maximum of their own, by name
     iteration: int = -1
@@ -158,8 +159,7 @@ class StatsBuffers:
         number = 0
         if waiting.apart:
             number = self._buffers[waiting.where] = self._buffers.get(waiting.where, 0) + 1
-        x: Tensor = to_core(waiting.tensor.contiguous())
-        rt = runtime_for(waiting.tensor)
+        x, rt = to_core(waiting.tensor.contiguous()), runtime_for(waiting.tensor)
         # Rows before columns, for which the values may have to be turned.
         casts = sorted((v for v in waiting.variants.items() if v[1][0] is not None), key=lambda v: v[1][1])
         values = [variant for variant, (q, _) in waiting.variants.items() if q is None]
@@ -180,7 +180,7 @@ class StatsBuffers:
         self._extremes[name] = _Top(where[1], self._team, top)
 
     def _ask(self, where: tuple[str, str, Hashable], iteration: int) -> _Asked:
-        asked = self._asked.setdefault(where, _Asked(where[1]))
+        asked = self._asked.setdefault(where, _Asked())
         asked.iteration = iteration
         return asked
 
@@ -261,12 +261,40 @@ def write() -> None:
     """Write the statistics of the iteration that ended."""
     from nvdlfw_inspect import api
 
-    from te_torch.debug import lines
-
     group = api.get_tensor_reduction_group()
     ended = api.DEBUG_MANAGER._trainer_iteration_count - 1
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1 and _logs_in(ended)
-    lines.log(STATS_BUFFERS.write(group, together))
+    log(STATS_BUFFERS.write(group, together))
+
+
+def log(scalars: Sequence[tuple[str, float, int]]) -> None:
+    """Hand (name, value, iteration) to every logger of nvdlfw_inspect that is enabled.
+
+    Its own one writes hundreds of lines at once, for the next step waits: the time, the level and the rest of a line
+    are all the same.
+    """
+    from nvdlfw_inspect.logging import FileLogger, MetricLogger
+
+    if not scalars:
+        return
+    for logger in MetricLogger.enabled_loggers:
+        own = getattr(logger, "stats_logger", None)
+        if type(logger) is not FileLogger or not isinstance(own, logging.Logger) or not _is_plain(own):
+            for name, value, iteration in scalars:
+                logger.log_scalar(name, value, iteration=iteration)
+            continue
+        texts = [f"{name} \t\t\t\t iteration={at:06d} \t\t\t\t value={value:.4f}" for name, value, at in scalars]
+        for handler in own.handlers:
+            record: Any = logging.LogRecord(own.name, logging.INFO, __file__, 0, _MARK, None, None)
+            before, _, after = handler.format(record).partition(_MARK)
+            record.msg = f"{after}\n{before}".join(texts)
+            handler.handle(record)
+
+
+def _is_plain(logger: logging.Logger) -> bool:
+    """Whether it does nothing but write lines into files."""
+    plain = all(type(h) is logging.FileHandler and not h.filters and h.level <= logging.INFO for h in logger.handlers)
+    return plain and not (logger.filters or logger.propagate) and logger.isEnabledFor(logging.INFO)
 
 
 def _logs_in(iteration: int) -> bool:
@@ -282,8 +310,3 @@ def _logs_in(iteration: int) -> bool:
                 if any(asked({**config, **schedule}, iteration)[0] for schedule in schedules):
                     return True
     return False
-
-
-def clear() -> None:
-    """Forget what was fed."""
-    STATS_BUFFERS.clear()

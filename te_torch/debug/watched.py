@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.inspector import finished
 from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice
 from te_torch.debug.layers import product_names
@@ -26,19 +27,17 @@ def products_of(operation: str, model: torch.nn.Module, attention: bool = False)
         raise ArgumentError(operation, repr(model)[:100], "a torch.nn.Module", "pass the model")
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         raise not_compiled(operation)
-    found = list(_products(model, attention))
+    found = [
+        (name, module, number)
+        for path, module in model.named_modules()
+        if isinstance(module, BaseModule) and (module._weight_names() or attention and module.gemms > 1)
+        for number, name in enumerate(product_names(module, path or known_as(module)))
+    ]
     if not found:
         got = f"a {type(model).__name__} without a layer of te_torch that multiplies by weights"
         do = "put them in the place of torch's with te_torch.convert(model)"
         raise ArgumentError(operation, got, "a model with te_torch layers", do)
     return found
-
-
-def _products(model: torch.nn.Module, attention: bool) -> Iterator[tuple[str, BaseModule, int]]:
-    for path, module in model.named_modules():
-        if isinstance(module, BaseModule) and (module._weight_names() or attention and module.gemms > 1):
-            for number, name in enumerate(product_names(module, path or known_as(module))):
-                yield name, module, number
 
 
 def chosen(operation: str, names: list[str], layers: Layers) -> set[str]:
@@ -81,6 +80,31 @@ def refuse_traces(operation: str) -> None:
     """Called when a call is made: a compiled program would keep looking, or never look."""
     if torch._guards.TracingContext.try_get() is not None:
         raise not_compiled(operation)
+
+
+class Around:
+    """The inspector of one product around the one that its module has of its own, which goes on acting."""
+
+    operation: ClassVar[str]
+
+    def __init__(self, points: frozenset[tuple[str, str]], own: Any) -> None:
+        self.points, self.own = points, own
+
+    @property
+    def request(self) -> frozenset[tuple[str, str]]:
+        """What it looks at, and what the module's own does."""
+        refuse_traces(self.operation)
+        return self.points if self.own is None else self.points.union(self.own.request)
+
+    def inspect(self, rt: Any, gemm: str, tensor: str, value: Any, cast: Any, out: Any) -> Any:
+        """What the module's own puts in the place of a tensor."""
+        if self.own is None or (gemm, tensor) not in self.own.request:
+            return None
+        return self.own.inspect(rt, gemm, tensor, value, cast, out)
+
+    def finished(self, rt: Any, tensor: str) -> None:
+        """For the module's own."""
+        finished(rt, self.own, tensor)
 
 
 class Inspectors(tuple):

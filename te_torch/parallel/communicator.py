@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from te_core import dtypes
 from te_core.errors import UnsupportedError
-from te_core.layers.communicator import Handle, as_bytes
+from te_core.layers.communicator import Handle, Several, as_bytes
 from te_core.layers.meeting import Facts, disagreement
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -106,8 +106,8 @@ class GroupCommunicator:
             dist.P2POp(dist.irecv, taken, group=self.group, group_peer=source),
         ]
         with telling("send and receive", self.group):
-            works = dist.batch_isend_irecv(moves)
-        return Work("send and receive", self.group, _All(works), given, taken)
+            works: list[Any] = dist.batch_isend_irecv(moves)
+        return Work("send and receive", self.group, Several(works), given, taken)
 
     def agree(self, rt: Runtime, operation: str, facts: Facts) -> None:
         """See `Communicator`: digests first, and what they are of only where they differ."""
@@ -128,14 +128,3 @@ class GroupCommunicator:
         found = rt.numpy(everyone)
         if (found != found[0]).any():
             raise disagreement(operation, all_gather_object(operation, facts, self.group))
-
-
-class _All:
-    """Several works as one."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()

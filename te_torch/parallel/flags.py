@@ -45,9 +45,6 @@ class Flags:
         self._host = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         self._address = driver.register(device, self._host, len(self._pages))
 
-    def _at(self, channel: int) -> int:
-        return self._address + 4 * (_HEAD + _WIDTH * channel)
-
     def say(self, stream: int, *channels: int) -> None:
         """Who takes these sees all that is on the stream before."""
         self._do(stream, "say", channels)
@@ -60,7 +57,8 @@ class Flags:
         made = self._made.get((what, *channels))  # type: ignore[arg-type]
         if made is None:
             asked: list[tuple[str, int, int]] = []
-            for at in map(self._at, channels):
+            for channel in channels:
+                at = self._address + 4 * (_HEAD + _WIDTH * channel)
                 if what == "say":
                     asked.append(("write", at, 1))
                 else:

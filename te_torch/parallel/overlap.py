@@ -136,10 +136,24 @@ def initialize_ub(
         raise ArgumentError(operation, f"tp_size={tp_size!r}", "an integer >= 1", "correct it")
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(operation, f"dtype={dtype!r}", "a torch.dtype", "correct it")
-    modes = _modes(quantization_modes, use_fp8)
+    if not quantization_modes and (quantization_modes is None or isinstance(quantization_modes, list)):
+        deprecated(f"{operation}: use_fp8", "quantization_modes=[UserBufferQuantizationMode.FP8] or [NONE]")
+        quantization_modes = [_FP8 if use_fp8 else _NONE]
+    modes = quantization_modes
+    if not isinstance(modes, list) or not all(isinstance(mode, UserBufferQuantizationMode) for mode in modes):
+        allowed = "it is a list of UserBufferQuantizationMode, or None"
+        raise TypeError(f"{operation}: quantization_modes={modes!r}; {allowed}")
+    configurations = list(ub_cfgs) if isinstance(ub_cfgs, list) else [ub_cfgs] * len(modes)
+    if len(configurations) != len(modes) or not all(cfg is None or isinstance(cfg, dict) for cfg in configurations):
+        raise ArgumentError(
+            operation,
+            f"ub_cfgs={ub_cfgs!r} for {len(modes)} modes",
+            "a dict for all modes, or a list with a dict or None for each",
+            "correct it",
+        )
     gemms: dict[tuple[str, UserBufferQuantizationMode], OverlappedGemm] = {}
     said: dict[str, None] = {}
-    for mode, given in zip(modes, _configurations(ub_cfgs, len(modes)), strict=True):
+    for mode, given in zip(modes, configurations, strict=True):
         _check_configuration(given or {}, mode, with_cublasmp)
         gemms |= {(name, mode): _settled(name, mode, (given or {}).get(name, {}), said) for name in _ALLOWED}
     if bootstrap_backend not in (None, "gloo", "mpi", "nccl"):
@@ -185,30 +199,6 @@ def _check_process(tp_size: int, backend: str | None, with_cublasmp: bool) -> No
         raise UnsupportedError(
             operation, "a second call", "one call, and another one after destroy_ub()", "call destroy_ub() in between"
         )
-
-
-def _modes(given: Any, use_fp8: bool) -> list[UserBufferQuantizationMode]:
-    if not given and (given is None or isinstance(given, list)):
-        modes = "quantization_modes=[UserBufferQuantizationMode.FP8] or [NONE]"
-        deprecated("initialize_ub: use_fp8", modes, 2)
-        return [_FP8 if use_fp8 else _NONE]
-    if not isinstance(given, list) or not all(isinstance(mode, UserBufferQuantizationMode) for mode in given):
-        raise TypeError(
-            f"initialize_ub: quantization_modes={given!r}; it is a list of UserBufferQuantizationMode, or None"
-        )
-    return given
-
-
-def _configurations(given: Any, count: int) -> list[Any]:
-    found = list(given) if isinstance(given, list) else [given] * count
-    if len(found) != count or not all(cfg is None or isinstance(cfg, dict) for cfg in found):
-        raise ArgumentError(
-            "initialize_ub",
-            f"ub_cfgs={given!r} for {count} modes",
-            "a dict for all modes, or a list with a dict or None for each",
-            "correct it",
-        )
-    return found
 
 
 def _check_configuration(cfg: dict[str, Any], mode: UserBufferQuantizationMode, with_cublasmp: bool) -> None:
@@ -408,8 +398,7 @@ def overlap_of(module: Any, name: str, mode: str, precision: Precision | None, d
     flags: Flags | None = module.overlap_flags
     if flags is None:
         return None
-    idle = idle_flags(flags, module.tp_size, module.sequence_parallel)
-    if idle:
+    if idle := idle_flags(flags, module.tp_size, module.sequence_parallel):
         return Overlap(name, idle=idle)
     operation = f"{type(module).__name__}.forward"
     _process.asked.add(module)
@@ -430,7 +419,16 @@ def overlap_of(module: Any, name: str, mode: str, precision: Precision | None, d
             "modules whose group is of tp_size ranks",
             "correct tp_size of initialize_ub, or leave the ub_* options of this module out",
         )
-    _check_hosts(operation, module.tp_group)
+    local = env.local_ranks()  # as far as the launcher says how many each host has
+    if local and module.tp_group is not None:
+        hosts = {rank // local for rank in dist.get_process_group_ranks(module.tp_group)}
+        if len(hosts) > 1:
+            raise UnsupportedError(
+                operation,
+                f"overlap over a group on {len(hosts)} hosts",
+                "groups of one host: overlap stays within NVLink",
+                "leave the ub_* options out there",
+            )
     quantized = _FP8 if precision is not None else _NONE
     if quantized not in settings.modes:
         return Overlap(name, idle=f"initialize_ub was not told of the mode {quantized.name}, in which this call runs")
@@ -447,7 +445,8 @@ def _ways(
     operation: str, flags: Flags, name: str, mode: str, gemms: Mapping[str, OverlappedGemm]
 ) -> tuple[Way | None, Way | None, Way | None]:
     """How fprop, dgrad and wgrad of a weight overlap, of those that the flags ask for."""
-    fprop, dgrad, wgrad = (_way(gemms[gemm]) for gemm in _GEMMS)
+    each = (gemms[gemm] for gemm in _GEMMS)
+    fprop, dgrad, wgrad = (Way(g.method, g.num_splits if g.method == PIPELINE else 0, g.chosen) for g in each)
     if mode == "row":
         gathered = flags.ub_overlap_ag
         return fprop if flags.ub_overlap_rs else None, dgrad if gathered else None, wgrad if gathered else None
@@ -463,22 +462,3 @@ def _ways(
         )
     of_dgrad = dgrad if scattered or flags.ub_bulk_dgrad else None
     return fprop if flags.ub_overlap_ag else None, of_dgrad, wgrad if flags.ub_bulk_wgrad else None
-
-
-def _way(gemm: OverlappedGemm) -> Way:
-    return Way(gemm.method, gemm.num_splits if gemm.method == PIPELINE else 0, gemm.chosen)
-
-
-def _check_hosts(operation: str, group: Any) -> None:
-    """The ranks of a group are on one host, as far as the launcher says how many each has."""
-    local = env.local_ranks()
-    if group is None or not local:
-        return
-    hosts = {rank // local for rank in dist.get_process_group_ranks(group)}
-    if len(hosts) > 1:
-        raise UnsupportedError(
-            operation,
-            f"overlap over a group on {len(hosts)} hosts",
-            "groups of one host: overlap stays within NVLink",
-            "leave the ub_* options out there",
-        )

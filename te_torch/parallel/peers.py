@@ -86,7 +86,9 @@ def _asked(group: Any, driver: Any, device: int) -> GroupPeers | None:
     """All ranks say where they are and what they can read; why there is no peer memory is told."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     path = new_file(channels_of(size)) if rank == 0 else ""
-    told = all_gather_object(OPERATION, (path, _host(), _uuid(device)), group)
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = boot.read_text() if boot.exists() else str(uuid.getnode())
+    told = all_gather_object(OPERATION, (path, host, _uuid(device)), group)
     reason = _against(rank, told, device)
     reasons = all_gather_object(OPERATION, reason, group)
     flags = None if any(reasons) else Flags(told[0][0], driver, device)
@@ -98,11 +100,6 @@ def _asked(group: Any, driver: Any, device: int) -> GroupPeers | None:
     why = next(filter(None, reasons))
     warnings.warn(f"overlap without peer memory: {why}. Parts travel over {dist.get_backend(group)}", stacklevel=2)
     return None
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else str(uuid.getnode())
 
 
 def _uuid(device: int) -> str:
@@ -273,21 +270,21 @@ class GroupPeers:
 
     @property
     def failed(self) -> bool:
-        """See `Watched`, as for the others."""
+        """Whether a rank of the group has given up."""
         return self.flags.failed
 
     def waiting(self) -> list[int]:
-        """As said there."""
+        """What streams of this rank wait for now, by numbers."""
         return self.flags.waiting(self._own)
 
     def fail(self, waiting: int | None) -> None:
-        """As said there."""
+        """Give up, because of this wait or because another rank has: the next call raises."""
         if waiting is not None:
             self._lost = f"{self.rank} has waited in vain for {waiting % self.size} (numbers in the group)"
         self.flags.fail()
 
     def spoil(self) -> None:
-        """As said there."""
+        """Fill with NaNs what ranks read of one another, and wait until it is done."""
         with self.driver.on(self.device):
             for found in [*self._mapped.values(), *self._outgrown]:
                 for address in found.addresses:
@@ -295,7 +292,7 @@ class GroupPeers:
             self.driver.synchronize(self._spoiling)
 
     def release(self) -> None:
-        """As said there."""
+        """End the waits that there are now."""
         self.flags.release(self._own)
 
 

@@ -1,9 +1,9 @@
 """An end for waits that nobody would end: a rank that waits too long for another one goes on, and says so.
 
 Waits between GPUs take no part of the host, so no call of a program notices a rank that died. One thread of the process
-looks at what its groups wait for (`Watched`). What waits for one announcement for UB_TIMEOUT seconds has failed: its
-memory is filled with NaNs, so that no result of the meantime passes for one, all waits are released, and the group's
-next call raises. The other ranks, whose memory shows it, do the same.
+looks at what its groups wait for (`GroupPeers` in te_torch/parallel/peers.py). What waits for one announcement for
+UB_TIMEOUT seconds has failed: its memory is filled with NaNs, so that no result of the meantime passes for one, all
+waits are released, and the group's next call raises. The other ranks, whose memory shows it, do the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from typing import Protocol
+from typing import Any
 
 from te_core import env
 
@@ -23,41 +23,16 @@ _RELEASES = 0.002  # seconds between the releases of a group that has failed: it
 _SPOILING = 5.0  # seconds
 
 
-class Watched(Protocol):
-    """A group whose ranks wait for one another."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether a rank of it has given up."""
-        ...
-
-    def waiting(self) -> list[int]:
-        """What streams of this rank wait for now, by numbers."""
-        ...
-
-    def fail(self, waiting: int | None) -> None:
-        """Give up, because of this wait or because another rank has: the next call raises."""
-        ...
-
-    def spoil(self) -> None:
-        """Fill with NaNs what ranks read of one another, and wait until it is done."""
-        ...
-
-    def release(self) -> None:
-        """End the waits that there are now."""
-        ...
-
-
 class Watchdog:
     """The thread, and what it looks at."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._over: weakref.WeakSet[Watched] = weakref.WeakSet()  # those that have failed
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._over: weakref.WeakSet[Any] = weakref.WeakSet()  # those that have failed
         self._thread: threading.Thread | None = None
 
-    def watch(self, group: Watched) -> None:
+    def watch(self, group: Any) -> None:
         """Look at a group as long as it lives."""
         with self._lock:
             self._watched.add(group)
@@ -76,9 +51,11 @@ class Watchdog:
 
     def _look(self, since: dict[tuple[int, int], float], timeout: float) -> float | None:
         """Look once: the seconds until the next time. (What sleeps keeps no group alive.)"""
-        groups, now = self._left(), time.monotonic()
-        if groups is None:
-            return None
+        with self._lock:
+            groups, now = list(self._watched), time.monotonic()
+            if not groups:  # nothing is left, and the thread ends
+                self._thread = None
+                return None
         waits = {(id(group), wait) for group in groups if group not in self._over for wait in group.waiting()}
         for known in [*since]:
             if known not in waits:
@@ -94,15 +71,7 @@ class Watchdog:
                 self._end(group, late[0] if late else None)
         return _RELEASES if len(self._over) else min(_LONGEST, timeout / _LOOKS)
 
-    def _left(self) -> list[Watched] | None:
-        """What there is to look at; None where nothing is left, and the thread ends."""
-        with self._lock:
-            found = list(self._watched)
-            if not found:
-                self._thread = None
-            return found or None
-
-    def _end(self, group: Watched, wait: int | None) -> None:
+    def _end(self, group: Any, wait: int | None) -> None:
         """Spoil what there is, and let go. Where even that has to wait, nobody can be told but by the process's end."""
         group.fail(wait)
         spoiling = threading.Thread(target=group.spoil, daemon=True)

@@ -12,7 +12,7 @@ from benchmarks import overlap_table
 from te_core.layers import overlap_choice
 from te_core.layers.overlap import Overlap, Way
 from te_core.layers.overlap_choice import Call, fastest
-from te_core.layers.peers import PeerRanks
+from tests.core.peer_ranks import PeerRanks
 from tests.core.test_overlap import ROOM, case_of, in_tiles, poisoned
 from tests.core.test_overlap_peers import stepped
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from te_core.layers.communicator import InProcessCommunicator, InProcessRanks
-from te_core.layers.peers import PeerRanks
 from te_core.ops import raw as ops
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+from tests.core.peer_ranks import PeerRanks
 from tests.core.test_overlap import WAYS, case_of
 
 noted = threading.local()  # of each rank: `events`, its number, and that of the ranks

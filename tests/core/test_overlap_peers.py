@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from te_core.layers.communicator import InProcessRanks
-from te_core.layers.peers import PeerRanks
 from te_core.tape.taped import COUNTS
+from tests.core.peer_ranks import PeerRanks
 from tests.core.test_overlap import RECIPES, WAYS, Late, case_of, flat, in_tiles, layer_run, poisoned, same
 from tests.covering import covering
 from tests.recordings import tapes

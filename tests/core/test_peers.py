@@ -11,8 +11,8 @@ import pytest
 from te_core import dtypes
 from te_core.errors import LibraryError
 from te_core.layers.communicator import OPERAND, OUTPUT, InProcessCommunicator
-from te_core.layers.peers import PeerRanks
 from te_core.runtime import Runtime
+from tests.core.peer_ranks import PeerRanks
 from tests.covering import covering
 
 RT = Runtime.cpu()

@@ -17,7 +17,7 @@ import torch
 import te_torch as te
 from te_core import dtypes
 from te_core.backends.cpu import codec
-from te_torch.debug.layers import layers
+from te_torch.debug.watched import products_of
 from tests import recipes
 from tests.backends import devices
 from tests.core.covering_lists import covering_lists
@@ -349,8 +349,7 @@ def test_names_of_products(debugging: Debugging) -> None:
     layer(torch.randn(4, 2, WIDTH)).sum().backward()
     session.step()
     names = {name.removesuffix("_activation_max") for name, _ in session.statistics()}
-    own = {layer.name for layer in layers(layer, named=True)}
-    assert own == {
+    own = {
         "t.self_attention.layernorm_linear_qkv",
         "t.self_attention.proj",
         "t.layernorm_mlp.fc1",
@@ -363,9 +362,9 @@ def test_names_of_products(debugging: Debugging) -> None:
 def test_products_of_a_class_made_of_ours(kind: str) -> None:
     """A user's subclass, and the class that `fully_shard` makes for what it wraps, have the products of ours."""
     module = made(kind)
-    own = [(layer.name, layer.number) for layer in layers(module)]
+    own = products_of("a test", module)
     module.__class__ = type(f"FSDP{kind}", (type(module),), {})
-    assert [(layer.name, layer.number) for layer in layers(module)] == own and len(own) > 1
+    assert products_of("a test", module) == own and len(own) > 1
 
 
 def test_the_older_name_of_the_qkv_projection(debugging: Debugging) -> None:

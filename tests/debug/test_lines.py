@@ -38,7 +38,7 @@ def written(session: Any) -> list[str]:
 def test_as_one_by_one(debugging: Any, filtered: bool) -> None:
     from nvdlfw_inspect.logging import MetricLogger
 
-    from te_torch.debug import lines
+    from te_torch.debug.stats import log
 
     session = debugging(config({"layer_types": ["none"]}, LogTensorStats={"stats": ["max"], "tensors": ["weight"]}))
     kept = Kept()
@@ -48,11 +48,11 @@ def test_as_one_by_one(debugging: Any, filtered: bool) -> None:
     if filtered:  # what does more than write lines is asked for each
         own.stats_logger.addFilter(keep)
     try:
-        lines.log(SCALARS)
+        log(SCALARS)
         at_once = written(session)
         for name, value, iteration in SCALARS:
             own.log_scalar(name, value, iteration=iteration)
-        lines.log([])
+        log([])
         assert written(session) == at_once * 2 and len(at_once) == len(SCALARS)
         assert at_once[0].startswith(
             "INFO - LAYER" if filtered else "INFO - layer_weight_max \t\t\t\t iteration=000003"

@@ -12,8 +12,9 @@ from typing import Any
 
 from te_core import dtypes
 from te_core.attention import DIMENSIONS, AttentionSpec, Lengths
+from te_core.dtypes import DType
 from te_core.layers.context.products import Products, Three
-from te_core.layers.context.schedule import Context
+from te_core.layers.context.schedule import Context, gradient_bytes
 from te_core.layers.context.sides import Sides, band, call_spec, planned
 from te_core.layers.context.sums import Chain, Logits, Outputs, half_of, like, slab
 from te_core.ops import raw as ops
@@ -31,18 +32,8 @@ class Problem:
     """An attention of this rank's queries, as the calls of its schedule."""
 
     __slots__ = (
-        "_stats",
-        "core",
-        "dbias",
-        "kv_lengths",
-        "pairs",
-        "products",
-        "q_lengths",
-        "rt",
-        "schedule",
-        "sides",
-        "terms",
-    )
+        "_stats", "core", "dbias", "kv_lengths", "pairs", "products", "q_lengths", "rt", "schedule", "sides", "terms",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -61,7 +52,8 @@ class Problem:
         self.q_lengths = self.kv_lengths = None
         if lengths is not None:
             forms = core.q_format, core.kv_format
-            sizes = [_chunk(t, form) for t, form in zip(tokens, forms, strict=True)]
+            # The tokens of a chunk in dense formats; in packed ones each sequence has its own, which 0 stands for.
+            sizes = [0 if f == "thd" else t.shape[DIMENSIONS[f][1]] // 2 for t, f in zip(tokens, forms, strict=True)]
             given = (lengths.cu_q, lengths.cu_q_padded), (lengths.cu_kv, lengths.cu_kv_padded)
             spans = [tuple(dict.fromkeys(s)) for s in zip(*((s.queries, s.keys) for s in self.sides), strict=True)]
             self.q_lengths, self.kv_lengths = (
@@ -78,12 +70,6 @@ class Problem:
     def of_step(self, source: int | None) -> list[Sides]:
         """The calls on the keys of one rank; None: on those of several."""
         return [side for side in self.sides if side.source == source]
-
-    def attend(
-        self, side: Sides, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, logits: Logits | None = None
-    ) -> None:
-        """Carry out a call: its output joins the others."""
-        self.attend_on(self.rt, side, (q, k, v), outputs, logits)()
 
     def attend_on(
         self, lane: Runtime, side: Sides, parts: Three, outputs: Outputs, logits: Logits | None = None
@@ -106,18 +92,6 @@ class Problem:
         if logits is not None and done.max_logit is not None:
             logits.put(side.number, done.max_logit)
 
-    def differentiate(
-        self,
-        side: Sides,
-        given: tuple[Tensor, Tensor, Tensor, Tensor],
-        keys: tuple[Tensor, Tensor],
-        queries: Chain,
-        grads: tuple[Tensor, Tensor],
-    ) -> None:
-        """Go back through a call: its dQ joins the others; its dK and dV, and its piece of the gradient of a bias, are
-        written. `given`: dy, q, out, stats."""
-        self.differentiate_on(self.rt, side, given, keys, queries, grads)()
-
     def differentiate_on(
         self,
         lane: Runtime,
@@ -127,7 +101,8 @@ class Problem:
         queries: Chain,
         grads: tuple[Tensor, Tensor],
     ) -> Callable[[], None]:
-        """The same on another stream, as in `attend_on`. dK and dV are written by the call itself."""
+        """Go back through a call on a stream, as in `attend_on`: what is returned has its dQ join the others, and adds
+        its piece of the gradient of a bias. dK and dV are written by the call itself. `given`: dy, q, out, stats."""
         dy, q, out, stats = given
         k, v, dk, dv = (self.keys(t, side) for t in (*keys, *grads))
         dy, q, out = (self.queries(t, side) for t in (dy, q, out))
@@ -150,12 +125,17 @@ class Problem:
             for part, whole in self._columns(side, bias, self.dbias):
                 ops.context_sum(self.rt, part, None, out=whole)
 
-    def begins(self) -> Tensor | None:
-        """Where whole sequences of packed keys begin; None in dense formats."""
-        lengths = self.terms.lengths
-        if lengths is None or self.core.kv_format != "thd":
-            return None
-        return lengths.cu_kv if lengths.cu_kv_padded is None else lengths.cu_kv_padded
+    def order(self) -> dict[str, Any]:
+        """How keys lie in the order of the sequence: packed ones by where whole sequences begin."""
+        lengths, form = self.terms.lengths, self.core.kv_format
+        begins = None if lengths is None or form != "thd" else lengths.cu_kv_padded or lengths.cu_kv
+        return {"form": form, "size": self.schedule.context.ring, "cu_seqlens_padded": begins}
+
+    def summed_dtype(self) -> DType:
+        """Of dK and dV on their way between ranks."""
+        dtype = self.products.dtype
+        narrow = gradient_bytes(self.schedule.context.ring, dtype.itemsize) == dtype.itemsize
+        return dtype if narrow else dtypes.float32
 
     def logits(self, heads: int) -> Logits | None:
         """Room for the largest logits of all calls, if they are asked for."""
@@ -227,11 +207,6 @@ class Problem:
         chunk = part.shape[3] // len(side.call.keys)
         for i, key in enumerate(side.call.keys):
             yield slab(part, 3, i * chunk, (i + 1) * chunk), slab(whole, 3, key * chunk, (key + 1) * chunk)
-
-
-def _chunk(t: Tensor, form: str) -> int:
-    """The tokens of a chunk in dense formats; in packed ones each sequence has its own, which 0 stands for."""
-    return 0 if form == "thd" else t.shape[DIMENSIONS[form][1]] // 2
 
 
 def _lengths(

@@ -15,7 +15,8 @@ from typing import Any
 from te_core import dtypes
 from te_core.attention import DIMENSIONS, Lengths
 from te_core.layers.communicator import Communicator
-from te_core.layers.context.traffic import ranked
+from te_core.layers.context.sums import slab
+from te_core.layers.context.traffic import piece, ranked
 from te_core.ops import raw as ops
 from te_core.ops.attention_terms import Terms
 from te_core.runtime import Runtime
@@ -88,15 +89,7 @@ class Exchange:
         """This rank's of a number for each head, at an address that every library takes."""
         count = t.shape[dim] // self.comm.size
         first = count * self.comm.rank
-        steps = t.row_major_strides()
-        part = Tensor(
-            t.ptr + t.dtype.nbytes(first * steps[dim]),
-            (*t.shape[:dim], count, *t.shape[dim + 1 :]),
-            t.dtype,
-            t.device,
-            t.owner,
-            steps,
-        )
+        part = slab(t, dim, first, first + count)
         made = self.rt.empty(part.shape, part.dtype)
         ops.context_sum(self.rt, part, None, out=made)
         return made
@@ -111,8 +104,7 @@ class Exchange:
         """A number for each of this rank's heads among those of all: zeros for the others."""
         made = self.rt.zeros((heads,), t.dtype)
         first = self.comm.rank * t.shape[0]
-        place = Tensor(made.ptr + made.dtype.nbytes(first), t.shape, t.dtype, t.device, made)
-        ops.context_sum(self.rt, t, None, out=place)
+        ops.context_sum(self.rt, t, None, out=piece(made, first, t.shape))
         return made
 
     def whole_shape(self, t: Tensor, side: int) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from te_core import dtypes
 from te_core.layers.communicator import Communicator
 from te_core.layers.context.calls import Problem
-from te_core.layers.context.schedule import gradient_bytes
 from te_core.layers.context.sums import Chain, Logits, Outputs
 from te_core.layers.context.traffic import apart, packed, ranked
 from te_core.ops import raw as ops
@@ -32,18 +31,9 @@ class _Gathered:
     def wait(self) -> tuple[Tensor, Tensor]:
         """They are there: in the order of the sequence."""
         self.handle.wait()
-        size, begins = self.problem.schedule.context.ring, self.problem.begins()
-        k, v = (
-            ops.context_rows(
-                self.rt,
-                t,
-                how="ranks_to_sequence",
-                form=self.problem.core.kv_format,
-                size=size,
-                cu_seqlens_padded=begins,
-            )
-            for t in ranked(self.whole, size, [t.shape for t in self.like])
-        )
+        order = self.problem.order()
+        parts = ranked(self.whole, order["size"], [t.shape for t in self.like])
+        k, v = (ops.context_rows(self.rt, t, how="ranks_to_sequence", **order) for t in parts)
         return k, v
 
 
@@ -55,11 +45,11 @@ def forward(
     own, others = problem.schedule.steps
     coming = _Gathered(problem, k, v, comm)
     for side in problem.of_step(own.source):
-        problem.attend(side, q, k, v, outputs, logits)
+        problem.attend_on(problem.rt, side, (q, k, v), outputs, logits)()
     keys, values = coming.wait()
     del coming
     for side in problem.of_step(others.source):
-        problem.attend(side, q, keys, values, outputs, logits)
+        problem.attend_on(problem.rt, side, (q, keys, values), outputs, logits)()
     assert outputs.stats is not None
     return outputs.stats, logits
 
@@ -74,30 +64,20 @@ def backward(
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """The gradients of this rank's q, k and v, into `grads`. `given`: dy, q, out, stats."""
-    rt, context, core = problem.rt, problem.schedule.context, problem.core
-    size, begins = context.ring, problem.begins()
-    dq, dk, dv = grads
+    rt, order = problem.rt, problem.order()
+    size, (dq, dk, dv) = order["size"], grads
     own, others = problem.schedule.steps
-    queries = Chain(rt, dq, core.q_format)
+    queries = Chain(rt, dq, problem.core.q_format)
     coming = _Gathered(problem, k, v, comm)
     for side in problem.of_step(own.source):
-        problem.differentiate(side, given, (k, v), queries, (dk, dv))
+        problem.differentiate_on(rt, side, given, (k, v), queries, (dk, dv))()
     keys = coming.wait()
     del coming
-    dtype = problem.products.dtype
-    kind = dtype if gradient_bytes(size, dtype.itemsize) == dtype.itemsize else dtypes.float32
+    kind = problem.summed_dtype()
     totals = _totals(problem, given, keys, queries)
     sent = rt.empty((size * (k.size + v.size),), kind)
     for t, place in zip(totals, ranked(sent, size, [k.shape, v.shape]), strict=True):
-        ops.context_rows(
-            rt,
-            _as(rt, t, kind),
-            how="sequence_to_ranks",
-            form=core.kv_format,
-            size=size,
-            cu_seqlens_padded=begins,
-            out=place,
-        )
+        ops.context_rows(rt, _as(rt, t, kind), how="sequence_to_ranks", out=place, **order)
     del totals, keys
     home = rt.empty((k.size + v.size,), kind)
     comm.reduce_scatter(rt, sent, home).wait()
@@ -114,12 +94,12 @@ def _totals(
     if not together:  # each key is in one call: it writes where the gradients stand
         totals = [rt.zeros(t.shape, dtype) for t in keys]
         for side in calls:
-            problem.differentiate(side, given, keys, queries, (totals[0], totals[1]))
+            problem.differentiate_on(rt, side, given, keys, queries, (totals[0], totals[1]))()
         return totals
     totals = [rt.zeros(t.shape, dtypes.float32) for t in keys]
     for side in calls:
         parts = [rt.empty(t.shape, dtype) for t in keys]
-        problem.differentiate(side, given, keys, queries, (parts[0], parts[1]))
+        problem.differentiate_on(rt, side, given, keys, queries, (parts[0], parts[1]))()
         for total, part in zip(totals, parts, strict=True):
             target = problem.keys(total, side)
             ops.context_sum(rt, target, problem.keys(part, side), out=target)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_core.attention import AttentionSpec
 from te_core.errors import ArgumentError
@@ -15,7 +15,7 @@ from te_core.layers.communicator import Communicator
 from te_core.layers.context import gather, ring
 from te_core.layers.context.calls import Problem
 from te_core.layers.context.exchange import Exchange
-from te_core.layers.context.products import Plain, Products, Three
+from te_core.layers.context.products import Products, Three
 from te_core.layers.context.rules import OPERATION
 from te_core.layers.context.schedule import Context
 from te_core.layers.context.sums import Logits
@@ -61,19 +61,19 @@ class Place:
         """This rank's calls."""
         return Problem(self.rt, self.core, (self.context, self.rank), self.terms, parts[:2], products)
 
-    def _drawn(self) -> Terms:
-        """The terms with this rank's own random pair."""
-        rng = self.terms.rng
-        if rng is None:
-            return self.terms
-        return self.terms._replace(rng=ops.context_draws(self.rt, rng, (self.rank,)).reshape(2))
+    def _alone(self) -> dict[str, Any]:
+        """What the one call of whole sequences computes, by this rank's own random pair."""
+        terms = self.terms
+        if terms.rng is not None:
+            terms = terms._replace(rng=ops.context_draws(self.rt, terms.rng, (self.rank,)).reshape(2))
+        return {"spec": self.core, "terms": terms}
 
     def attend(self, parts: Three, out: Tensor, products: Products) -> tuple[Tensor, Logits | None]:
         """(statistics, largest logits) of this rank's heads of its sequences; the output goes into `out`."""
         if self.outer is not None:
             run = gather.forward if self.context.mode == "all_gather" else ring.forward
             return run(self._problem(parts, products), *parts, self.outer, out=out)
-        done = products.forward(self.rt, parts, spec=self.core, terms=self._drawn(), out=out, stats=True)
+        done = products.forward(self.rt, parts, out=out, stats=True, **self._alone())
         assert done.stats is not None
         logits = None
         if done.max_logit is not None:
@@ -87,8 +87,7 @@ class Place:
         """The gradients of q, k and v go into `grads`; those of bias and sink. `given`: dy, out, stats."""
         dy, out, stats = given
         if self.outer is None:
-            terms = self._drawn()
-            return products.backward(self.rt, parts, (dy, out), stats, spec=self.core, terms=terms, grads=grads)
+            return products.backward(self.rt, parts, (dy, out), stats, grads=grads, **self._alone())
         run = gather.backward if self.context.mode == "all_gather" else ring.backward
         (q, k, v), problem, sink = parts, self._problem(parts, products), self.terms.sink
         run(problem, (dy, q, out, stats), k, v, self.outer, grads=grads)
@@ -133,7 +132,7 @@ def communicators(context: Context, comm: Communicators | None) -> tuple[Communi
 
 def forward(parts: Three, out: Tensor, place: Place) -> Done:
     """Attend to whole sequences with this rank's queries; their output goes into `out`. `parts`: q, k and v."""
-    rt, exchange, target, products = place.rt, place.exchange, out, Plain(out.dtype)
+    rt, exchange, target, products = place.rt, place.exchange, out, Products(out.dtype)
     if exchange is not None:
         q, k, v = exchange.to_heads(parts, (0, 1, 1))
         parts, target = (q, k, v), rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
@@ -147,7 +146,7 @@ def recomputed(parts: Three, place: Place) -> tuple[Tensor, Tensor]:
     """(output, statistics) again, of q, k and v as forward kept them: heads are exchanged already."""
     q, _, v = parts
     out = place.rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-    return out, place.attend(parts, out, Plain(q.dtype))[0]
+    return out, place.attend(parts, out, Products(q.dtype))[0]
 
 
 def backward(
@@ -157,7 +156,7 @@ def backward(
 
     `parts` are q, k and v, `given` dy of this rank's tokens, and out and stats, all as forward kept them.
     """
-    products = products or Plain(grads[0].dtype)
+    products = products or Products(grads[0].dtype)
     rt, exchange, made, (dy, out, stats) = place.rt, place.exchange, grads, given
     if exchange is not None:
         (dy,) = exchange.to_heads((dy,), (0,))

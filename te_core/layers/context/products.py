@@ -7,10 +7,10 @@ call, so that their slots see all of them.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
-from te_core.attention import AttentionSpec
 from te_core.dtypes import DType
 from te_core.ops import raw as ops
 from te_core.ops.attention import Attended
@@ -24,69 +24,34 @@ from te_core.tensor import Tensor
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-class Products(Protocol):
-    """What carries out a call, on the stream of the runtime that it is given."""
+class Products:
+    """What carries out a call, on the stream of the runtime that it is given: in the dtype of all results.
 
-    dtype: DType  # of all results
-
-    def forward(
-        self, rt: Runtime, parts: Three, *, spec: AttentionSpec, terms: Terms, out: Tensor | None, stats: bool | Tensor
-    ) -> Attended:
-        """The output and its statistics, each into its memory if that is given."""
-        ...
-
-    def backward(
-        self,
-        rt: Runtime,
-        parts: Three,
-        given: tuple[Tensor, Tensor],
-        stats: Tensor,
-        *,
-        spec: AttentionSpec,
-        terms: Terms,
-        grads: Three,
-    ) -> Terms:
-        """The gradients of `parts` (q, k, v) go into `grads`; those of bias and sink. `given`: dy and the output."""
-        ...
-
-
-class Plain:
-    """In the activation dtype."""
+    `of_call`: the call's `spec` and `terms`, forward also `stats`: whether there are statistics, or their memory.
+    """
 
     __slots__ = ("bias_grad", "dtype")
 
     def __init__(self, dtype: DType, bias_grad: bool = False) -> None:
         self.dtype, self.bias_grad = dtype, bias_grad
 
-    def forward(
-        self, rt: Runtime, parts: Three, *, spec: AttentionSpec, terms: Terms, out: Tensor | None, stats: bool | Tensor
-    ) -> Attended:
-        """See `Products`."""
-        return ops.attention_forward(rt, *parts, spec=spec, terms=terms, out=out, stats=stats)
+    def forward(self, rt: Runtime, parts: Three, *, out: Tensor | None, **of_call: Any) -> Attended:
+        """The output and its statistics, each into its memory if that is given."""
+        return ops.attention_forward(rt, *parts, out=out, **of_call)
 
     def backward(
-        self,
-        rt: Runtime,
-        parts: Three,
-        given: tuple[Tensor, Tensor],
-        stats: Tensor,
-        *,
-        spec: AttentionSpec,
-        terms: Terms,
-        grads: Three,
+        self, rt: Runtime, parts: Three, given: tuple[Tensor, Tensor], stats: Tensor, *, grads: Three, **of_call: Any
     ) -> Terms:
-        """See `Products`."""
+        """The gradients of `parts` (q, k, v) go into `grads`; those of bias and sink. `given`: dy and the output."""
         dy, out = given
-        found = ops.attention_backward(
-            rt, dy, *parts, out, stats, spec=spec, terms=terms, grads=grads, bias_grad=self.bias_grad
-        )
+        found = ops.attention_backward(rt, dy, *parts, out, stats, grads=grads, bias_grad=self.bias_grad, **of_call)
         return Terms(bias=found.bias, sink=found.sink)
 
 
-class Fp8:
+class Fp8(Products):
     """On codes."""
 
-    __slots__ = ("back", "dtype", "form", "grad", "scales")
+    __slots__ = ("back", "form", "grad", "scales")
 
     def __init__(
         self,
@@ -97,46 +62,35 @@ class Fp8:
         grad: Format | None = None,
     ) -> None:
         """`form` and `grad`: the formats of outputs and of gradients, where these are written as codes."""
-        self.dtype, self.form, self.scales, self.back, self.grad = dtype, form, scales, back, grad
+        super().__init__(dtype)
+        self.form, self.scales, self.back, self.grad = form, scales, back, grad
 
-    def forward(
-        self, rt: Runtime, parts: Three, *, spec: AttentionSpec, terms: Terms, out: Tensor | None, stats: bool | Tensor
-    ) -> Attended:
+    def forward(self, rt: Runtime, parts: Three, *, out: Tensor | None, **of_call: Any) -> Attended:
         """See `Products`."""
         shape, scales = (*parts[0].shape[:-1], parts[2].shape[-1]), self.scales
         assert scales is not None
-        options: dict[str, Any] = {"spec": spec, "terms": terms, "scales": scales, "stats": stats}
         if scales.out is None:
             out = out or rt.empty(shape, self.dtype)
-            return ops.attention_fp8_forward(rt, *parts, out=out, **options)
+            return ops.attention_fp8_forward(rt, *parts, out=out, scales=scales, **of_call)
         room = _room(rt, shape, self.form, scales.out.inverse)
         codes = _codes(room, shape)
-        found = ops.attention_fp8_forward(rt, *parts, out=codes, **options).stats
+        found = ops.attention_fp8_forward(rt, *parts, out=codes, scales=scales, **of_call).stats
         return Attended(_values(rt, room, shape, self.dtype, out), found, None)
 
     def backward(
-        self,
-        rt: Runtime,
-        parts: Three,
-        given: tuple[Tensor, Tensor],
-        stats: Tensor,
-        *,
-        spec: AttentionSpec,
-        terms: Terms,
-        grads: Three,
+        self, rt: Runtime, parts: Three, given: tuple[Tensor, Tensor], stats: Tensor, *, grads: Three, **of_call: Any
     ) -> Terms:
         """See `Products`."""
         scales, (dy, out) = self.back, given
         assert scales is not None
-        options: dict[str, Any] = {"spec": spec, "terms": terms, "scales": scales}
+        run = partial(ops.attention_fp8_backward, rt, dy, *parts, out, stats, scales=scales, **of_call)
         if scales.dq is None or scales.dk is None or scales.dv is None or self.grad is None:
-            ops.attention_fp8_backward(rt, dy, *parts, out, stats, grad_dtype=self.dtype, grads=grads, **options)
+            run(grad_dtype=self.dtype, grads=grads)
             return NOTHING
         scaled = scales.dq, scales.dk, scales.dv
         rooms = [_room(rt, t.shape, self.grad, s.inverse) for t, s in zip(parts, scaled, strict=True)]
-        codes = [_codes(room, t.shape) for room, t in zip(rooms, parts, strict=True)]
-        made = codes[0], codes[1], codes[2]
-        ops.attention_fp8_backward(rt, dy, *parts, out, stats, grad_dtype=made[0].dtype, grads=made, **options)
+        q, k, v = (_codes(room, t.shape) for room, t in zip(rooms, parts, strict=True))
+        run(grad_dtype=q.dtype, grads=(q, k, v))
         for room, grad in zip(rooms, grads, strict=True):
             _values(rt, room, grad.shape, self.dtype, grad)
         return NOTHING

@@ -18,10 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from te_core import dtypes
 from te_core.layers.communicator import Communicator, Handle
 from te_core.layers.context.calls import Problem
-from te_core.layers.context.schedule import gradient_bytes
 from te_core.layers.context.sides import Sides
 from te_core.layers.context.sums import Chain, Logits, Outputs, half_of
 from te_core.layers.context.traffic import apart, packed
@@ -159,9 +157,7 @@ class _Foreign:
         self.problem, self.given, self.comm, self.queries = problem, given, comm, queries
         self.home: Passing | None = None  # gradients that come behind their keys, from the rank that had them before
         self.first = True
-        self.dtype = dtype = problem.products.dtype
-        narrow = gradient_bytes(problem.schedule.context.ring, dtype.itemsize) == dtype.itemsize
-        self.kind = dtype if narrow else dtypes.float32
+        self.dtype, self.kind = problem.products.dtype, problem.summed_dtype()
 
     def begin(self, lane: Runtime, side: Sides, keys: tuple[Tensor, Tensor]) -> Callable[[], None]:
         """Compute this rank's summand."""

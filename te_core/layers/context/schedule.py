@@ -15,7 +15,7 @@ attention on them. Every (query, key) pair that the mask lets be seen stands in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -181,20 +181,25 @@ def _gathered(size: int, rank: int, causal: bool, window: tuple[int, int] | None
 
 def _said(call: Call) -> str:
     """A call in words."""
-    queries, keys = (f"{' and '.join(_runs(chunks))}" for chunks in (call.queries, call.keys))
+    queries, keys = (
+        " and ".join(f"{start}" if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in ranges(chunks))
+        for chunks in (call.queries, call.keys)
+    )
     if call.mask != "band":
         return f"queries {queries} x keys {keys}, {call.mask}"
     sides = ("all" if n < 0 else f"{n}" for n in (call.before, call.behind))
     return f"queries {queries} x keys {keys}, {' before and '.join(sides)} behind each query"
 
 
-def _runs(chunks: tuple[int, ...]) -> Iterator[str]:
+def ranges(chunks: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Chunks that follow one another, as ranges."""
-    start = chunks[0]
-    for chunk, after in zip(chunks, (*chunks[1:], None), strict=True):
-        if after != chunk + 1:
-            yield f"{start}" if start == chunk else f"{start}-{chunk}"
-            start = after if after is not None else 0
+    found: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if found and found[-1][1] == chunk:
+            found[-1] = found[-1][0], chunk + 1
+        else:
+            found.append((chunk, chunk + 1))
+    return tuple(found)
 
 
 # ------------------------------------------------------------------------------------------------ what travels

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from te_core.attention import AttentionSpec, Sizes
-from te_core.layers.context.schedule import Call, Context, Schedule, Step, chunks_of, schedule
+from te_core.layers.context.schedule import Call, Context, Schedule, Step, chunks_of, ranges, schedule
 from te_core.ops.context import Span
 
 
@@ -52,7 +52,7 @@ def sides(made: Schedule, packed: bool) -> tuple[Sides, ...]:
             call,
             step.source,
             number,
-            Span(_ranges(call.queries), size, own.index(call.queries[0])),
+            Span(ranges(call.queries), size, own.index(call.queries[0])),
             _keys(step, call, size),
             pieces[number],
         )
@@ -60,21 +60,10 @@ def sides(made: Schedule, packed: bool) -> tuple[Sides, ...]:
     )
 
 
-def _ranges(chunks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Chunks that follow one another, as ranges."""
-    found: list[tuple[int, int]] = []
-    for chunk in chunks:
-        if found and found[-1][1] == chunk:
-            found[-1] = found[-1][0], chunk + 1
-        else:
-            found.append((chunk, chunk + 1))
-    return tuple(found)
-
-
 def _keys(step: Step, call: Call, size: int) -> Span:
     if step.source is not None:
-        return Span(_ranges(call.keys), size, 0)
-    return Span(_ranges(call.keys), 1, call.keys[0], max(call.before, 0))
+        return Span(ranges(call.keys), size, 0)
+    return Span(ranges(call.keys), 1, call.keys[0], max(call.before, 0))
 
 
 def _pieces(calls: Sequence[Call], own: tuple[int, int], packed: bool) -> list[tuple[Piece, ...]]:
@@ -86,16 +75,12 @@ def _pieces(calls: Sequence[Call], own: tuple[int, int], packed: bool) -> list[t
     for call in calls:
         halves = [half for half in (0, 1) if own[half] in call.queries]
         made = [Piece(half, done[half], done[half] == total[half] - 1) for half in halves]
-        if len(made) == 2 and _alike(*made):
+        if len({(min(piece.number, 2), piece.last) for piece in made}) < len(made):
             made = [made[0]._replace(half=None)]
         for half in halves:
             done[half] += 1
         found.append(tuple(made))
     return found
-
-
-def _alike(a: Piece, b: Piece) -> bool:
-    return min(a.number, 2) == min(b.number, 2) and a.last == b.last
 
 
 def call_spec(core: AttentionSpec, side: Sides, queries: int, keys: int, *, backward: bool = False) -> AttentionSpec:
@@ -111,7 +96,17 @@ def call_spec(core: AttentionSpec, side: Sides, queries: int, keys: int, *, back
         if not packed:  # by a band that begins top-left, which cuDNN has with all else
             shift = call.keys[0] * queries - band(call, queries, 0)[0]
             bounds = (bounds[0] - shift if bounds[0] >= 0 else -1), (bounds[1] + shift if bounds[1] >= 0 else -1)
-    return _spec(core, bounds, call.mask == "band" and packed, longest, backward)
+    return replace(
+        core,
+        left=bounds[0],
+        right=bounds[1],
+        bottom_right=call.mask == "band" and packed,
+        softmax="vanilla",
+        max_logit=core.max_logit and not backward,
+        partial=backward,
+        max_q=longest[0],
+        max_kv=longest[1],
+    )
 
 
 def attentions(core: AttentionSpec, context: Context, size: Sizes) -> list[tuple[AttentionSpec, Sizes]]:
@@ -145,22 +140,6 @@ def _call_tokens(side: Sides, context: Context, size: Sizes, packed: bool) -> tu
         start, stop = band(call, size.skv // 2, size.skv * context.ring)
         return size.sq // 2 * len(call.queries), stop - start
     return size.sq // 2 * len(call.queries), size.skv // 2 * len(call.keys)
-
-
-def _spec(
-    core: AttentionSpec, bounds: tuple[int, int], bottom_right: bool, longest: tuple[int, int], backward: bool
-) -> AttentionSpec:
-    return replace(
-        core,
-        left=bounds[0],
-        right=bounds[1],
-        bottom_right=bottom_right,
-        softmax="vanilla",
-        max_logit=core.max_logit and not backward,
-        partial=backward,
-        max_q=longest[0],
-        max_kv=longest[1],
-    )
 
 
 def _bound(longest: int, tokens: int, half: bool) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import prod
 
-from te_core.dtypes import DType
 from te_core.ops import raw as ops
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor, dense_strides
@@ -25,10 +24,8 @@ def apart(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def piece(block: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
     """Some elements of a vector, in a shape."""
-    dtype: DType = block.dtype
-    at = block.ptr + dtype.nbytes(start)
     assert start + prod(shape) <= block.shape[0]
-    return Tensor(at, shape, dtype, block.device, block)
+    return Tensor(block.ptr + block.dtype.nbytes(start), shape, block.dtype, block.device, block)
 
 
 def ranked(block: Tensor, size: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:

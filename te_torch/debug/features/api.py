@@ -30,12 +30,8 @@ OF_GEMMS = frozenset(("enabled", "gemm", "gemms", "gemms_struct"))
 SELECTORS = OF_GEMMS | {"tensor", "tensors", "tensors_struct"}
 
 
-def _copied(config: dict[str, Any]) -> dict[str, Any]:
+def _copied(value: Any) -> Any:
     """A copy that may be changed in any depth; of the usual values cheaper than deepcopy."""
-    return {key: _copied_value(value) for key, value in config.items()}
-
-
-def _copied_value(value: Any) -> Any:
     if type(value) in _CONSTANTS:
         return value
     if type(value) is list and all(type(element) in _CONSTANTS for element in value):
@@ -57,7 +53,7 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
         """(whether the configuration means the GEMM and tensor of this call, its parameters for them)."""
         if self.keys is not None:
             self._check(config)
-        found: Any = _copied(config)
+        found: Any = {key: _copied(value) for key, value in config.items()}
         if kwargs.get("gemm_parsing"):
             found = self._process_transformer_engine_config(found, kwargs)
         elif kwargs.get("tensor_parsing"):
@@ -84,7 +80,11 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
     def _process_transformer_engine_config(self, config: dict[str, Any], call: dict[str, Any]) -> dict[str, Any] | None:
         gemm = call["gemm"]
         if "gemms_struct" in config:
-            chosen = self._of_struct(config.pop("gemms_struct"), gemm)
+            struct = config.pop("gemms_struct")
+            for element in struct:
+                custom_assert("enabled" not in element, "'enabled' stands beside gemms_struct, not inside of it.")
+                self._validate_gemm(element.get("gemm"))
+            chosen = next((copy.deepcopy(e) for e in struct if e["gemm"] == gemm), None)
             if chosen is None:
                 return None
             if any(name in chosen for name in ("tensors", "tensors_struct")):
@@ -102,12 +102,6 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
                 f"with GEMMs of {', '.join(_GEMMS)}."
             )
         return self._process_tensor_config(config, call["tensor_name"]) if call.get("tensor_parsing") else config
-
-    def _of_struct(self, struct: list[dict[str, Any]], gemm: str) -> dict[str, Any] | None:
-        for element in struct:
-            custom_assert("enabled" not in element, "'enabled' stands beside gemms_struct, not inside of it.")
-            self._validate_gemm(element.get("gemm"))
-        return next((copy.deepcopy(e) for e in struct if e["gemm"] == gemm), None)
 
     def _validate_gemm(self, *gemms: Any) -> None:
         for gemm in gemms:
@@ -175,17 +169,24 @@ class Looking(TEConfigAPIMapper):
         raise NotImplementedError
 
 
-class Changing(TEConfigAPIMapper):
-    """A feature that has GEMMs read another tensor, in every iteration."""
+class Switching(TEConfigAPIMapper):
+    """A feature that says of GEMMs whether they run in FP8, in every iteration."""
 
-    in_fp8: ClassVar[bool]  # whether these GEMMs run in FP8
+    in_fp8: ClassVar[bool] = False
+    older: ClassVar[tuple[str, str] | None] = None  # the feature's older name, and the newer one
 
     @api_method
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """All of them, or none."""
+        if self.older is not None:
+            deprecated(*self.older)
         return self.in_fp8, None
+
+
+class Changing(Switching):
+    """A feature that has GEMMs read another tensor, in every iteration."""
 
     @api_method
     def modify_tensor_enabled(
@@ -193,6 +194,29 @@ class Changing(TEConfigAPIMapper):
     ) -> tuple[bool, int | None]:
         """Those that are configured."""
         return True, iteration + 1
+
+    @api_method
+    def modify_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        default_quantizer: Any,
+        iteration: int,
+        out: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """What the GEMM reads in its place; nothing if that was written to `out`."""
+        made = self._changed(config, layer_name, tensor, default_quantizer, out, dtype)
+        self._say("process_tensor", layer_name, gemm, tensor_name)
+        return made
+
+    def _changed(
+        self, config: dict[str, Any], layer: str, tensor: torch.Tensor, quantizer: Any, out: Any, dtype: Any
+    ) -> Any:
+        raise NotImplementedError
 
 
 def _levels(config: Any) -> Iterator[dict[str, Any]]:
@@ -363,19 +387,19 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         if not api_name.endswith("_enabled"):
             return None
         pairs = [out if isinstance(out, tuple) else (out, None) for out in multi_feature_outputs]
-        nexts = [after for _, after in pairs if after is not None]
+        yes, nexts = any(yes for yes, _ in pairs), [after for _, after in pairs if after is not None]
         if not all(isinstance(out, tuple) for out in multi_feature_outputs):
-            return any(yes for yes, _ in pairs)
+            return yes
         if nexts and all(isinstance(after, EveryOne) for after in nexts):
-            return any(yes for yes, _ in pairs), nexts[0]
-        return any(yes for yes, _ in pairs), min(map(int, nexts), default=None)
+            return yes, nexts[0]
+        return yes, min(map(int, nexts), default=None)
 
     def call_feature(self, call: Any, feat_config: dict[str, Any], layer_name: str, **kwargs: Any) -> Any:
         """The feature's method with the arguments that it names: older ones lack some."""
         if call.__name__ == "inspect_tensor_postquantize" and not isinstance(
             getattr(call, "__self__", None), TEDefaultFeatures
         ):
-            _warn_older()
+            deprecated("inspect_tensor_postquantize", "inspect_tensor, which gets the quantized tensors, too")
         kwargs = _opened(kwargs)
         if call.__name__ in _LOOKS and not self._wants(call, feat_config, layer_name, kwargs):
             return None
@@ -410,7 +434,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
     def end_debug(self) -> None:
         """Layers run as they do without debugging."""
         self._tell_unmatched()
-        stats.clear()
+        stats.STATS_BUFFERS.clear()
         routing.end()
 
     def _tell_unmatched(self) -> None:
@@ -418,10 +442,6 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         if not self._matched and ConfigManager.layer_name_to_config_cache:
             self._matched = True
             routing.warn_unmatched(self.name)
-
-
-def _warn_older() -> None:
-    deprecated("inspect_tensor_postquantize", "inspect_tensor, which gets the quantized tensors, too", 2)
 
 
 __all__ = ["SELECTORS", "TEConfigAPIMapper", "TEDefaultFeatures", "TransformerEngineAPI", "api_method"]

@@ -1,22 +1,9 @@
 """`DisableFP8Layer`: the older name of `DisableQuantizationLayer`."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from nvdlfw_inspect.registry import api_method
-
 from te_torch.debug.features.disable_quantization_layer import DisableQuantizationLayer
-from te_torch.deprecation import deprecated
 
 
 class DisableFP8Layer(DisableQuantizationLayer):
     """The older name of DisableQuantizationLayer."""
 
-    @api_method
-    def fp8_gemm_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """As under the newer name."""
-        deprecated("DisableFP8Layer", "DisableQuantizationLayer")
-        return super().fp8_gemm_enabled(config, layer_name, gemm, iteration)
+    older = "DisableFP8Layer", "DisableQuantizationLayer"

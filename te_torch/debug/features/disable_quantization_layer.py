@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvdlfw_inspect.registry import api_method
-
-from te_torch.debug.features.api import TEConfigAPIMapper
+from te_torch.debug.features.api import Switching
 
 
-class DisableQuantizationLayer(TEConfigAPIMapper):
+class DisableQuantizationLayer(Switching):
     """All GEMMs of a layer run in high precision. It has no key but `enabled`."""
 
-    @api_method
-    def fp8_gemm_enabled(
-        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
-        """None of them."""
-        return False, None
+    keys = frozenset(("enabled",))
 
     def parse_config_and_api(self, config: dict[str, Any], **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
         """Every GEMM is meant."""
-        for name in config:
-            if name != "enabled":
-                raise ValueError(f"{type(self).__name__} has no key {name!r}. Allowed: enabled.")
+        self._check(config)
         return True, None

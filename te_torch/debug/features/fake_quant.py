@@ -56,20 +56,9 @@ class FakeQuant(Changing):
         self._format(config)
         return super().modify_tensor_enabled(config, layer_name, gemm, tensor_name, iteration)
 
-    @api_method
-    def modify_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        gemm: str,
-        tensor_name: str,
-        tensor: torch.Tensor,
-        default_quantizer: Any,
-        iteration: int,
-        out: Any = None,
-        dtype: torch.dtype | None = None,
+    def _changed(
+        self, config: dict[str, Any], layer: str, tensor: torch.Tensor, quantizer: Any, out: Any, dtype: Any
     ) -> Any:
         """The tensor as the format holds it."""
-        self._say("process_tensor", layer_name, gemm, tensor_name)
         made = fake_quantize(tensor, self._format(config), out)
         return made if made is None or dtype is None else made.to(dtype)

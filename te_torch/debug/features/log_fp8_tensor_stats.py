@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -162,13 +161,9 @@ def check_recipe(stat: Asked, running: str, tensor: torch.Tensor | None) -> None
 def what_if(tensor: torch.Tensor, recipe: str, columnwise: bool, running: Format) -> QuantizedTensor:
     """The tensor cast by another recipe: in the FP8 dtype in use, E4M3 where that is MXFP8 or NVFP4."""
     dtype = running.dtype if running.scaling in ("tensor", "block") else dtypes.float8_e4m3
-    forms: dict[str, Any] = {
-        "fp8_current_scaling": partial(Format, dtype, "tensor"),
-        "fp8_block_scaling": partial(Format, dtype, "block", True),
-        "mxfp8": partial(Format, dtype, "mxfp8"),
-    }
-    power_of_two = recipe == "fp8_block_scaling"
-    cast = Cast(forms[recipe](), rowwise=not columnwise, columnwise=columnwise, power_of_two=power_of_two)
+    scaling = {"fp8_current_scaling": "tensor", "fp8_block_scaling": "block", "mxfp8": "mxfp8"}[recipe]
+    blocks = scaling == "block"
+    cast = Cast(Format(dtype, scaling, blocks), rowwise=not columnwise, columnwise=columnwise, power_of_two=blocks)
     return ops.quantize(runtime_for(tensor), to_core(tensor.contiguous()).matrix(), cast)
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from te_torch.debug.features.api import SELECTORS, Looking, Seen
+from te_torch.debug.features.log_fp8_tensor_stats import FORMULAS as OF_CASTS
 from te_torch.debug.features.log_fp8_tensor_stats import core_tensor, held_copy
 from te_torch.debug.schedule import KEYS
-from te_torch.debug.stats import STATS_BUFFERS, Formula
+from te_torch.debug.stats import STATS_BUFFERS
 
-FORMULAS: dict[str, Formula] = {
-    "underflows%": lambda s: s.underflow_percent,
-    "mse": lambda s: s.mse,
-    "snr_db": lambda s: s.snr_db,
-}
+FORMULAS = {name: OF_CASTS[name] for name in ("underflows%", "mse", "snr_db")}
 
 
 class LogNvfp4TensorStats(Looking):

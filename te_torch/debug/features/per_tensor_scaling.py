@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from nvdlfw_inspect.logging import custom_assert
-from nvdlfw_inspect.registry import api_method
 
 from te_torch.debug.features.api import SELECTORS, Changing
 from te_torch.tensors import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -21,29 +20,18 @@ class PerTensorScaling(Changing):
 
     keys, in_fp8 = SELECTORS, True
 
-    @api_method
-    def modify_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        gemm: str,
-        tensor_name: str,
-        tensor: torch.Tensor,
-        default_quantizer: Any,
-        iteration: int,
-        out: Any = None,
-        dtype: torch.dtype | None = None,
+    def _changed(
+        self, config: dict[str, Any], layer: str, tensor: torch.Tensor, quantizer: Any, out: Any, dtype: Any
     ) -> Any:
         """The tensor by its own scale."""
         custom_assert(
-            type(default_quantizer) is Float8Quantizer,
-            f"PerTensorScaling of {layer_name}: it needs a region of DelayedScaling, not {type(default_quantizer)}.",
+            type(quantizer) is Float8Quantizer,
+            f"PerTensorScaling of {layer}: it needs a region of DelayedScaling, not {type(quantizer)}.",
         )
-        self._say("process_tensor", layer_name, gemm, tensor_name)
-        group = getattr(default_quantizer, "amax_reduction_group", None)
+        group = getattr(quantizer, "amax_reduction_group", None)
         over_ranks: dict[str, Any] = {"with_amax_reduction": group is not None, "amax_reduction_group": group}
-        quantizer = Float8CurrentScalingQuantizer(default_quantizer.dtype, tensor.device, **over_ranks)
+        own = Float8CurrentScalingQuantizer(quantizer.dtype, tensor.device, **over_ranks)
         if out is None:
-            return quantizer.quantize(tensor, dtype=dtype)
-        quantizer.update_quantized(tensor, out)
+            return own.quantize(tensor, dtype=dtype)
+        own.update_quantized(tensor, out)
         return None

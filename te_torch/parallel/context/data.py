@@ -98,19 +98,17 @@ def get_batch_on_this_cp_rank(
         return given
     tokens = int(cu_seqlens_padded[-1])
     index = thd_get_partitioned_indices(cu_seqlens_padded, tokens, size, rank)
-    names = "input_ids_padded", "labels_padded", "position_ids_padded"
-    ids, labels, positions = (_selected(op, name, t, index, tokens) for name, t in zip(names, given, strict=True))
-    return ids, labels, positions
-
-
-def _selected(op: str, name: str, t: torch.Tensor | None, index: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    if t is None:
-        return None
-    dim = next((dim for dim in (1, 0) if dim < t.ndim and t.shape[dim] == tokens), None)
-    if dim is None:
-        allowed = f"a dimension 1 or 0 of the {tokens} tokens at which cu_seqlens_padded ends"
-        raise ArgumentError(op, f"{name} of shape {tuple(t.shape)}", allowed, f"pad {name} like input_ids")
-    return t.index_select(dim, index.to(t.device))
+    found: list[torch.Tensor | None] = []
+    for name, t in zip(("input_ids_padded", "labels_padded", "position_ids_padded"), given, strict=True):
+        if t is None:
+            found.append(None)
+            continue
+        dim = next((dim for dim in (1, 0) if dim < t.ndim and t.shape[dim] == tokens), None)
+        if dim is None:
+            allowed = f"a dimension 1 or 0 of the {tokens} tokens at which cu_seqlens_padded ends"
+            raise ArgumentError(op, f"{name} of shape {tuple(t.shape)}", allowed, f"pad {name} like input_ids")
+        found.append(t.index_select(dim, index.to(t.device)))
+    return found[0], found[1], found[2]
 
 
 def get_cu_seqlens_on_cp_rank(
@@ -166,8 +164,9 @@ def thd_cp_rank_order_to_sequence_order(
     x: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, seq_dim: int = 0
 ) -> torch.Tensor:
     """Tokens of all ranks behind one another, as an all-gather brings them -> a packed tensor in sequence order."""
-    op = "thd_cp_rank_order_to_sequence_order"
-    return x.index_select(seq_dim, _inverse(_rank_order(op, x, cu_seqlens, cp_size, seq_dim)))
+    order = _rank_order("thd_cp_rank_order_to_sequence_order", x, cu_seqlens, cp_size, seq_dim)
+    inverse = torch.zeros_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return x.index_select(seq_dim, inverse)
 
 
 def context_part(
@@ -302,10 +301,6 @@ def _rank_order(op: str, x: torch.Tensor, cu: torch.Tensor, size: int, seq_dim: 
     return _tokens(op, cu, _along(op, x, seq_dim)[1], size).reshape(-1).to(x.device)
 
 
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
 def _tokens(op: str, cu: torch.Tensor, total: int, size: int, rank: Any = None) -> torch.Tensor:
     """Which tokens a rank holds: int64 [total / size]; without a rank of each of them, [size, total / size]."""
     if cu.ndim != 1 or not len(cu) or cu.is_floating_point():
@@ -316,7 +311,16 @@ def _tokens(op: str, cu: torch.Tensor, total: int, size: int, rank: Any = None) 
         raise ArgumentError(op, f"{total} tokens", allowed, "pad the batch")
     sums = cu.to(torch.int64)
     if sums.device.type == "cpu":
-        _check_padded(op, sums, total, size)
+        wrong = (sums.diff() % (2 * size)).nonzero()
+        if len(wrong):
+            i = int(wrong[0])
+            got = f"sequence {i} of padded length {int(sums[i + 1] - sums[i])}"
+            do = "pad the sequences by pad_thd_sequences_for_cp, and pass cu_seqlens_padded"
+            raise ArgumentError(op, got, f"padded lengths that {2 * size}, twice the ranks, divides", do)
+        if int(sums[-1]) > total or int(sums[0]):
+            got = f"cu_seqlens_padded from {int(sums[0])} to {int(sums[-1])}"
+            allowed = f"running sums from 0 to at most the {total} tokens"
+            raise ArgumentError(op, got, allowed, "correct them")
     row = torch.arange(total // size, device=sums.device)
     begins = sums // size
     sequence = torch.searchsorted(begins, row, right=True) - 1
@@ -328,18 +332,6 @@ def _tokens(op: str, cu: torch.Tensor, total: int, size: int, rank: Any = None) 
     later = within >= chunk
     place = torch.where(later, (2 * size - 1 - rank) * chunk + within - chunk, rank * chunk + within)
     return (begin + place).clamp_(0, max(total - 1, 0))
-
-
-def _check_padded(op: str, sums: torch.Tensor, total: int, size: int) -> None:
-    wrong = (sums.diff() % (2 * size)).nonzero()
-    if len(wrong):
-        i = int(wrong[0])
-        got = f"sequence {i} of padded length {int(sums[i + 1] - sums[i])}"
-        do = "pad the sequences by pad_thd_sequences_for_cp, and pass cu_seqlens_padded"
-        raise ArgumentError(op, got, f"padded lengths that {2 * size}, twice the ranks, divides", do)
-    if int(sums[-1]) > total or int(sums[0]):
-        allowed = f"running sums from 0 to at most the {total} tokens"
-        raise ArgumentError(op, f"cu_seqlens_padded from {int(sums[0])} to {int(sums[-1])}", allowed, "correct them")
 
 
 # ------------------------------------------------------------------------------------------------------- lengths

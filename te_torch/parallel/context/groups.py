@@ -87,7 +87,19 @@ def context_groups(
         return ContextGroups(_WITHOUT_GROUPS, given=given)
     if groups[0] is None:
         return ContextGroups(given=given)
-    sizes, stream = [_size(operation, group) for group in groups], _stream(operation, cp_stream)
+    if not dist.is_initialized() or any(dist.get_rank(group) < 0 for group in groups):
+        raise ArgumentError(
+            operation,
+            "a cp_group that this process is not in",
+            "a process group with this rank in it",
+            "make the groups on all ranks, and pass each rank its own",
+        )
+    sizes = [dist.get_world_size(group) for group in groups]
+    try:  # as te_core's runtimes know a stream
+        stream = "" if cp_stream is None else hex(cp_stream.cuda_stream)
+    except AttributeError:
+        got, allowed = f"cp_stream={cp_stream!r}", "a torch.cuda.Stream; None: one of our own"
+        raise ArgumentError(operation, got, allowed, "pass torch.cuda.Stream(), or None") from None
     _check_ranks(operation, groups, cp_global_ranks)
     if max(sizes) == 1:
         return ContextGroups(given=given)
@@ -98,26 +110,6 @@ def context_groups(
     inner, outer = map(dist.get_rank, groups)
     context = Context("a2a+p2p", sizes[0] * sizes[1], sizes[0], stream)
     return ContextGroups(context, tuple(groups), outer * sizes[0] + inner, given)
-
-
-def _stream(operation: str, given: Any) -> str:
-    """A stream as te_core's runtimes know it."""
-    try:
-        return "" if given is None else hex(given.cuda_stream)
-    except AttributeError:
-        got, allowed = f"cp_stream={given!r}", "a torch.cuda.Stream; None: one of our own"
-        raise ArgumentError(operation, got, allowed, "pass torch.cuda.Stream(), or None") from None
-
-
-def _size(operation: str, group: Any) -> int:
-    if not dist.is_initialized() or dist.get_rank(group) < 0:
-        raise ArgumentError(
-            operation,
-            "a cp_group that this process is not in",
-            "a process group with this rank in it",
-            "make the groups on all ranks, and pass each rank its own",
-        )
-    return dist.get_world_size(group)
 
 
 def _check_ranks(operation: str, groups: Sequence[Any], given: Any) -> None:
