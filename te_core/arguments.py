@@ -138,8 +138,7 @@ def _misfit(where: str, value: Any, hint: Any) -> _Misfit | None:
     if not isinstance(value, hint):
         return _Misfit(where, value, hint)
     for name in _parts(hint):
-        owner = hint.__init__ if hint is Cast else hint
-        found = _misfit(f"{where}.{name}", getattr(value, name), _hint(owner, name))
+        found = _misfit(f"{where}.{name}", getattr(value, name), _hint(hint, name))
         if found is not None:
             return found
     return None

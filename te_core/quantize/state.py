@@ -6,10 +6,10 @@ input) in the scale and amax vectors of its module; GEMM i starts at 3 i and 2 i
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from te_core import dtypes
-from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.precision import Operand
 from te_core.quantized import Cast
@@ -20,6 +20,7 @@ INPUT, WEIGHT, OUTPUT = 0, 1, 2  # forward slots
 GRAD_OUTPUT, GRAD_INPUT = 0, 1  # backward slots
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Scales:
     """Views of a module's delayed-scaling state: what this call's casts read (scale) and raise (amax).
 
@@ -27,50 +28,33 @@ class Scales:
     None where the recipe keeps none. `*_nonfinite`, if given, are counters (int64 [slots, 2]: NaNs, infinities).
     """
 
-    __slots__ = (
-        "backward_amax",
-        "backward_nonfinite",
-        "backward_scale",
-        "casts",
-        "facts",
-        "forward_amax",
-        "forward_nonfinite",
-        "forward_scale",
-    )
+    forward_scale: Tensor | None
+    forward_amax: Tensor | None
+    backward_scale: Tensor | None
+    backward_amax: Tensor | None
+    forward_nonfinite: Tensor | None = None
+    backward_nonfinite: Tensor | None = None
+    #: The casts made of these views so far, by slot.
+    casts: dict[tuple[int, bool, bool], Cast] = field(default_factory=dict, init=False)
+    #: What recordings depend on of these views (te_core/tape/walk.py), once one was made.
+    facts: Any = field(default=None, init=False)
 
-    def __init__(
-        self,
-        forward_scale: Tensor | None,
-        forward_amax: Tensor | None,
-        backward_scale: Tensor | None,
-        backward_amax: Tensor | None,
-        forward_nonfinite: Tensor | None = None,
-        backward_nonfinite: Tensor | None = None,
-    ) -> None:
-        self.forward_scale = forward_scale
-        self.forward_amax = forward_amax
-        self.backward_scale = backward_scale
-        self.backward_amax = backward_amax
-        self.forward_nonfinite = forward_nonfinite
-        self.backward_nonfinite = backward_nonfinite
-        self.casts: dict[tuple[int, bool, bool], Cast] = {}  # those made of these views so far, by slot
-        self.facts: Any = None  # what recordings depend on of these views (te_core/tape/walk.py), once one was made
-        for name in ("forward_scale", "forward_amax", "backward_scale", "backward_amax"):
-            _check_views(name, getattr(self, name), dtypes.float32)
-        for name in ("forward_nonfinite", "backward_nonfinite"):
-            _check_views(name, getattr(self, name), dtypes.int64)
+    def __post_init__(self) -> None:
+        # Casts take addresses inside of these: so they are dense and of the right type, and maxima may be written.
+        for name in VIEWS:
+            t, counters = getattr(self, name), name.endswith("nonfinite")
+            kind = dtypes.int64 if counters else dtypes.float32
+            if t is None:
+                continue
+            right = isinstance(t, Tensor) and t.dtype is kind and t.is_contiguous
+            if not right or (counters and t.shape[1:] != (2,)):
+                allowed = "a dense int64 tensor [slots, 2]" if counters else "a dense float32 vector"
+                raise ArgumentError("Scales", f"{name} = {t!r}", allowed, f"correct {name}")
+            if not name.endswith("scale") and not t.writable:
+                raise ArgumentError("Scales", f"{name} in read-only memory", "memory that is raised", "pass a copy")
 
 
-def _check_views(name: str, t: Tensor | None, kind: DType) -> None:
-    """Casts take addresses inside of these: so they are dense and of the right type, and maxima may be written."""
-    if t is None:
-        return
-    counters = kind is dtypes.int64
-    if not isinstance(t, Tensor) or t.dtype is not kind or not t.is_contiguous or (counters and t.shape[1:] != (2,)):
-        allowed = "a dense int64 tensor [slots, 2]" if counters else "a dense float32 vector"
-        raise ArgumentError("Scales", f"{name} = {t!r}", allowed, f"correct {name}")
-    if not name.endswith("scale") and not t.writable:
-        raise ArgumentError("Scales", f"{name} in read-only memory", "memory that is raised", "pass a copy")
+VIEWS = tuple(one.name for one in fields(Scales) if one.init)
 
 
 def without_state(operation: str) -> ArgumentError:

@@ -12,7 +12,7 @@ from typing import Any
 from te_core.layers.linear import Sink
 from te_core.ops.quantize import ScalingState
 from te_core.ops.swizzle import Scales as OrderedScales
-from te_core.quantize.state import Scales
+from te_core.quantize.state import VIEWS, Scales
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.tensor import Tensor
 
@@ -35,7 +35,6 @@ PIECES = (
 )
 #: Those of them that a product adds: scales in its own order, made once for a tensor.
 ADDED = ("rowwise_swizzled", "columnwise_swizzled")
-STATE = ("forward_scale", "forward_amax", "backward_scale", "backward_amax", "forward_nonfinite", "backward_nonfinite")
 _OF_CAST = ("scale", "amax", "rng", "nonfinite", "maxima")
 PLAIN = frozenset((bool, int, float, str, type(None)))
 
@@ -141,7 +140,7 @@ def facts_of_scales(scales: Scales, device: Any) -> Facts:
     """Views of a state are made once and used for many calls: so are their facts."""
     known: Facts | None = scales.facts
     if known is None:
-        known = scales.facts = _facts_once([getattr(scales, name) for name in STATE], device)
+        known = scales.facts = _facts_once([getattr(scales, name) for name in VIEWS], device)
     return known
 
 
@@ -179,7 +178,7 @@ def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | 
     if kind is OrderedScales:
         return OrderedScales(exchanged(value._q, leaf, wholes), value._columnwise)
     if kind is Scales:
-        return Scales(*[exchanged(getattr(value, name), leaf, wholes) for name in STATE])
+        return Scales(*[exchanged(getattr(value, name), leaf, wholes) for name in VIEWS])
     if kind is Sink:
         return Sink(exchanged(value.main, leaf, wholes), value.accumulate, value.queue)
     if kind is ScalingState:
@@ -219,7 +218,7 @@ def names_of(value: Any, name: str = "") -> Iterator[str]:
     elif kind is dict:
         parts = value
     elif kind is Scales:
-        parts = {part: getattr(value, part) for part in STATE}
+        parts = {part: getattr(value, part) for part in VIEWS}
     elif isinstance(value, QuantizedTensor):
         parts = {part: getattr(value, part) for part in pieces_of(value)}
     elif kind is Sink:
