@@ -154,15 +154,13 @@ class Called:
 
         def seen(t: Tensor) -> Tensor:
             found.append(t)
-            return _without_memory(t)
+            return Tensor(t.ptr, t.shape, t.dtype, t.device, None, t.strides)
 
         wholes: list[QuantizedTensor] = []
         self.arguments = exchanged(arguments, seen, wholes)  # nothing of it keeps the recording's memory alive,
         for q in wholes:
             q.owner = None  # nor the caller's
-        self.patches = tuple(
-            Patch(i, symbols.slot_of(t.ptr), t.ptr - bases[symbols.slot_of(t.ptr)]) for i, t in enumerate(found)
-        )
+        self.patches = symbols.patches([t.ptr for t in found], bases)
 
     def bind(self, bound: Bound, rt: Runtime) -> None:
         """See `Step`."""
@@ -180,10 +178,6 @@ class Called:
 
     def __repr__(self) -> str:
         return self.what
-
-
-def _without_memory(t: Tensor) -> Tensor:
-    return Tensor(t.ptr, t.shape, t.dtype, t.device, None, t.strides)
 
 
 class _Backend:

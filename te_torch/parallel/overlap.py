@@ -471,7 +471,7 @@ def _way(gemm: OverlappedGemm) -> Way:
 
 def _check_hosts(operation: str, group: Any) -> None:
     """The ranks of a group are on one host, as far as the launcher says how many each has."""
-    local = env.local_ranks()
+    local = env.number("LOCAL_WORLD_SIZE")
     if group is None or not local:
         return
     hosts = {rank // local for rank in dist.get_process_group_ranks(group)}

@@ -15,7 +15,7 @@ from te_core import calls
 from te_core.backends.cuda.cudnn import Attended, Graph
 from te_core.backends.cuda.gemm_run import Multiplied
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.kernels.reads import only_read
+from te_core.kernels.compiler import only_read
 from te_core.ops import raw
 from te_core.ops.quantize import ScalingState
 from te_core.program import Example, main, read, recorded
