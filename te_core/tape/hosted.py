@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import LibraryError
-from te_core.runtime import Runtime
+from te_core.runtime import ByStream, Runtime
 from te_core.symbols import Patch
 from te_core.tape.beside import Beside, Noticed, Waited
 from te_core.tape.layout import Lives, lives_of, side_by_side
@@ -27,7 +27,7 @@ from te_core.tensor import Tensor
 _SHIFT = 40
 
 
-class NoMemory:
+class NoMemory(ByStream):
     """An allocator for calls whose memory is a host's: nothing is taken."""
 
     def __init__(self, alignment: int) -> None:
@@ -39,10 +39,6 @@ class NoMemory:
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         """Nothing of its own is given away."""
-
-    def beside(self, stream: int) -> NoMemory:
-        """See `Runtime.side`."""
-        return self
 
 
 class _Elsewhere:
