@@ -56,11 +56,6 @@ class Ask:
         """The head widths, in words."""
         return f"{self.size.d_qk}" if self.size.d_qk == self.size.d_v else f"{self.size.d_qk}/{self.size.d_v}"
 
-    @property
-    def compute(self) -> str:
-        """The device's compute capability, in words."""
-        return "{}.{}".format(*self.device.capability)
-
 
 def cudnn_attention(
     device: DeviceInfo,
@@ -86,7 +81,7 @@ def cudnn_attention(
     reason = _of_all(ask) or (_of_fp8 if ask.fp8 else _of_16_bits)(ask) or (_of_training(ask) if training else None)
     if reason is not None:
         return False, reason
-    return True, f"cuDNN {'.'.join(map(str, cudnn_version))} on compute capability {ask.compute}"
+    return True, f"cuDNN {'.'.join(map(str, cudnn_version))} on compute capability {device.compute}"
 
 
 # Each condition with its reason: the first that holds is why not.
@@ -98,7 +93,7 @@ def _of_all(a: Ask) -> str | None:
     if a.version < OLDEST:
         return f"It needs cuDNN {'.'.join(map(str, OLDEST))}, this is {'.'.join(map(str, a.version))}."
     if a.device.capability < (8, 0):
-        return f"It needs compute capability 8.0, this is {a.compute}."
+        return f"It needs compute capability 8.0, this is {a.device.compute}."
     if spec.masked:
         return "It takes no arbitrary mask."
     if not a.aligned:
@@ -157,7 +152,7 @@ def _of_fp8(a: Ask) -> str | None:
     """What excludes one in FP8."""
     spec, size, capability = a.spec, a.size, a.device.capability
     if capability < (9, 0) or capability >= (12, 0):
-        return f"FP8 attention needs compute capability 9.0 or 10.x, this is {a.compute}."
+        return f"FP8 attention needs compute capability 9.0 or 10.x, this is {a.device.compute}."
     if isinstance(a.fp8, str) and a.fp8 != "delayed":
         return f"FP8 attention on GPUs takes delayed scaling in this release, not {a.fp8}."
     if a.dtype not in FP8 and a.dtype not in F16 and a.dtype is not dtypes.float32:

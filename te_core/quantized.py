@@ -153,12 +153,9 @@ def check_room(block: Tensor, nbytes: int, form: Format, shape: tuple[int, int])
     if block.device is META:  # its sizes may be symbols
         return
     if block.dtype is not dtypes.uint8 or not block.is_contiguous or block.size < nbytes:
-        raise ArgumentError(
-            "QuantizedTensor",
-            f"{block!r} as the memory of {form} {tuple(shape)}",
-            f"a dense block of {nbytes} bytes (uint8)",
-            "pass what forward saved, and a gradient of as many rows as forward's output has",
-        )
+        got, allowed = f"{block!r} as the memory of {form} {tuple(shape)}", f"a dense block of {nbytes} bytes (uint8)"
+        do = "pass what forward saved, and a gradient of as many rows as forward's output has"
+        raise ArgumentError("QuantizedTensor", got, allowed, do)
 
 
 class Copy(NamedTuple):
@@ -250,12 +247,8 @@ class QuantizedTensor:
         return cls(form, shape, None, Copy.at(block, 0, parts), block)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        raise ArgumentError(
-            "NumPy",
-            repr(self),
-            "te_core tensors of plain values",
-            "take te_core.ops.dequantize(rt, q, dtype), or a piece such as q.rowwise",
-        )
+        do = "take te_core.ops.dequantize(rt, q, dtype), or a piece such as q.rowwise"
+        raise ArgumentError("NumPy", repr(self), "te_core tensors of plain values", do)
 
     def __repr__(self) -> str:
         copies = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]

@@ -261,12 +261,9 @@ class Runtime:
         try:
             return getattr(self.allocator, name)
         except AttributeError:
-            raise ArgumentError(
-                "Runtime.side",
-                f"a {type(self.allocator).__name__} without {name}",
-                "an allocator with `beside` and `record_stream` (te_core.runtime.Allocator)",
-                "add them, or work on one stream",
-            ) from None
+            got = f"a {type(self.allocator).__name__} without {name}"
+            allowed = "an allocator with `beside` and `record_stream` (te_core.runtime.Allocator)"
+            raise ArgumentError("Runtime.side", got, allowed, "add them, or work on one stream") from None
 
     @classmethod
     def meta(cls, allocator: Allocator) -> Runtime:
@@ -304,12 +301,8 @@ class Runtime:
     def numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """The values of a tensor of this device as a NumPy array of its own; waits for the stream."""
         if not isinstance(tensor, Tensor):
-            raise ArgumentError(
-                "Runtime.numpy",
-                f"a {type(tensor).__name__}",
-                "a te_core Tensor",
-                "convert it by its own library; te_core.from_dlpack(x) makes a Tensor over it",
-            )
+            do = "convert it by its own library; te_core.from_dlpack(x) makes a Tensor over it"
+            raise ArgumentError("Runtime.numpy", f"a {type(tensor).__name__}", "a te_core Tensor", do)
         result: np.ndarray[Any, Any] = self.backend.copy_to_host(self, tensor)
         return result
 

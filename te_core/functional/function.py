@@ -279,7 +279,7 @@ class Back:
             allowed, do = "one backward for each forward", "pass keep=True to all but the last, or call forward again"
             raise ArgumentError(op, f"a call of a layer that {self._why}", allowed, do)
         where, made = self._where, kept.call
-        given = self._gradients_of_outputs(op, dy, kept)
+        grads = self._gradients_of_outputs(op, dy, kept)
         keywords = dict(kept.keywords)
         if accumulate and into is None:
             do = "pass the arrays that are added to"
@@ -293,9 +293,16 @@ class Back:
         if not keep:
             self._kept, self._why = None, "has had its backward"
             del kept
-        outputs = made.backward(where.rt, *given, saved, **keywords)
+        outputs = made.backward(where.rt, *grads, saved, **keywords)
         del saved
-        return self._named(function, made, outputs, into or {})
+        given, wanted, into = where.give(*outputs), made.asked.needs, into or {}
+        if function.several:
+            count = made.asked.options["num_gemms"]
+            weights = [into.get(f"weight{i}", g) for i, g in enumerate(given[1 : 1 + count])]
+            found = {"x": given[0], "weight": weights, "bias": given[1 + count :]}
+            return {n: found[n] for n in found if n in wanted}
+        by_name = zip(function.gradients, given, strict=False)
+        return {n: into[n] if g is None and n in into else g for n, g in by_name if n in wanted}
 
     def _gradients_of_outputs(self, op: str, dy: Any, kept: Kept) -> list[Tensor | None]:
         count, several = len(kept.outputs), len(kept.outputs) > 1
@@ -338,17 +345,6 @@ class Back:
                 raise ArgumentError(op, got, allowed, "correct it, or leave it out")
             found[name] = Sink(t, bool(accumulate))
         return found
-
-    def _named(self, function: Function, made: Call, outputs: Any, into: Mapping[str, Any]) -> dict[str, Any]:
-        """What the core gave, by the names of arguments, as arrays."""
-        given, wanted = self._where.give(*outputs), made.asked.needs
-        if function.several:
-            count = made.asked.options["num_gemms"]
-            weights = [into.get(f"weight{i}", g) for i, g in enumerate(given[1 : 1 + count])]
-            found = {"x": given[0], "weight": weights, "bias": given[1 + count :]}
-            return {n: found[n] for n in found if n in wanted}
-        named = zip(function.gradients, given, strict=False)
-        return {n: into[n] if g is None and n in into else g for n, g in named if n in wanted}
 
     def __repr__(self) -> str:
         return f"<backward of {self._function.__name__}, {'ready' if self._kept else 'done'}>"

@@ -98,12 +98,9 @@ def architecture(capability: tuple[int, int]) -> str:
         return f"sm_{max(same_major)}"
     older = [a for a in known if a <= wanted]
     if not older:
-        raise LibraryError(
-            "compile a kernel",
-            f"a device of compute capability {capability[0]}.{capability[1]}",
-            f"what NVRTC {_version()} compiles for: {', '.join(f'{a / 10}' for a in known)}",
-            "install an NVRTC that knows the device",
-        )
+        got = f"a device of compute capability {capability[0]}.{capability[1]}"
+        allowed = f"what NVRTC {_version()} compiles for: {', '.join(f'{a / 10}' for a in known)}"
+        raise LibraryError("compile a kernel", got, allowed, "install an NVRTC that knows the device")
     return f"compute_{max(older)}"
 
 
@@ -203,12 +200,9 @@ def cuda_headers() -> list[Path]:
         if (place / "cuda_fp8.h").is_file():
             # A toolkit keeps <nv/target> apart, in the CCCL folder.
             return [place, place / "cccl"] if (place / "cccl").is_dir() else [place]
-    raise LibraryError(
-        "find the CUDA headers",
-        "cuda_fp8.h in none of " + ", ".join(map(str, places)),
-        "the headers of the nvidia-cuda-runtime wheel or of a CUDA toolkit",
-        f"{libraries.pip_install('CUDA headers')}, or set TE_CORE_CUDA_INCLUDE to the folder that holds cuda_fp8.h",
-    )
+    allowed = "the headers of the nvidia-cuda-runtime wheel or of a CUDA toolkit"
+    do = f"{libraries.pip_install('CUDA headers')}, or set TE_CORE_CUDA_INCLUDE to the folder that holds cuda_fp8.h"
+    raise LibraryError("find the CUDA headers", "cuda_fp8.h in none of " + ", ".join(map(str, places)), allowed, do)
 
 
 def _version() -> str:

@@ -59,21 +59,16 @@ VIEWS = tuple(one.name for one in fields(Scales) if one.init)
 
 def without_state(operation: str) -> ArgumentError:
     """What is wrong with a call that brings no scaling state where a recipe keeps one."""
-    return ArgumentError(
-        operation,
-        "no scales",
-        "a Scales (te_core.quantize.state): float32, 3 slots forward and 2 backward a GEMM",
-        "pass scales=, or choose a recipe that keeps no history, such as Float8CurrentScaling",
-    )
+    allowed = "a Scales (te_core.quantize.state): float32, 3 slots forward and 2 backward a GEMM"
+    do = "pass scales=, or choose a recipe that keeps no history, such as Float8CurrentScaling"
+    return ArgumentError(operation, "no scales", allowed, do)
 
 
 def _too_short(t: Tensor, index: int) -> ArgumentError:
-    return ArgumentError(
-        "Scales",
-        f"{t!r} where slot {index} is read",
-        "3 slots forward and 2 backward for each GEMM of the layer, dense: float32 [slots], counters int64 [slots, 2]",
-        "make the vectors of the Scales as long; to a backward, pass what its forward saved",
-    )
+    slots = "3 slots forward and 2 backward for each GEMM of the layer"
+    do = "make the vectors of the Scales as long; to a backward, pass what its forward saved"
+    allowed = f"{slots}, dense: float32 [slots], counters int64 [slots, 2]"
+    return ArgumentError("Scales", f"{t!r} where slot {index} is read", allowed, do)
 
 
 def element(vector: Tensor, index: int) -> Tensor:
@@ -126,12 +121,9 @@ def backward_cast(
     counter = None if scales is None else _counter(scales.backward_nonfinite, index)
     if operand.scaling != "delayed":
         if operand.stochastic and rng is None:
-            raise ArgumentError(
-                "the backward of a recipe with stochastic rounding",
-                "no rng",
-                "an int64 tensor [2] (seed, offset)",
-                "pass rng= to the layer's forward, which saves it, or a recipe that rounds to nearest",
-            )
+            where, allowed = "the backward of a recipe with stochastic rounding", "an int64 tensor [2] (seed, offset)"
+            do = "pass rng= to the layer's forward, which saves it, or a recipe that rounds to nearest"
+            raise ArgumentError(where, "no rng", allowed, do)
         if operand.stochastic or counter is not None:
             return _make(operand, rowwise, columnwise, rng, index, counter)
         return _stateless(operand, rowwise, columnwise)

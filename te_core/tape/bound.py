@@ -52,10 +52,6 @@ class Group:
         self.runs: list[Run] = []
         self.drops: list[int] = []
 
-    def parts(self) -> tuple[tuple[Any, ...], ...]:
-        """As a replay goes through them."""
-        return tuple(self.takes), tuple(self.calls), tuple(self.runs), tuple(self.drops)
-
 
 class Bound:
     """What a replay does. Steps enter themselves by `call`, `run`, `take` and `drop`."""
@@ -100,7 +96,8 @@ class Bound:
         for group in self._groups:
             group.takes = [(*take, self._taken[take[1]]) for take in group.takes]
         self.beside = tuple(self._beside.items())
-        self.groups = tuple(group.parts() for group in self._groups)
+        #: As a replay goes through them.
+        self.groups = tuple((tuple(g.takes), tuple(g.calls), tuple(g.runs), tuple(g.drops)) for g in self._groups)
         self.inside = tuple((at, *where) for where, at in self._inside.items() if where[0] not in self._taken)
 
     def enter(self, step: Step, rt: Any) -> None:

@@ -93,7 +93,7 @@ def _facts(tape: Tape, index: int) -> dict[str, str]:
     found = {
         "te_core": sys.modules["te_core"].__version__,
         "device": info.name,
-        "architecture": "{}.{}".format(*info.capability),
+        "architecture": info.compute,
         "driver": "{}.{}".format(*libraries.driver_version()),
     }
     kinds = {type(getattr(step, "step", step)) for step in tape.steps}

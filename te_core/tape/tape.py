@@ -82,12 +82,9 @@ class Take:
 
     def refuse(self, rt: Runtime, address: int) -> NoReturn:
         """The allocator broke its promise."""
-        raise LibraryError(
-            "replay",
-            f"memory at {address:#x} from {type(rt.allocator).__name__}",
-            f"multiples of {self.mask + 1} bytes, as its `alignment` promises",
-            "correct the allocator, or the promise",
-        )
+        got = f"memory at {address:#x} from {type(rt.allocator).__name__}"
+        allowed = f"multiples of {self.mask + 1} bytes, as its `alignment` promises"
+        raise LibraryError("replay", got, allowed, "correct the allocator, or the promise")
 
     def __repr__(self) -> str:
         beside = f" on {' '.join(self.way)}" if self.way else ""
