@@ -80,13 +80,6 @@ def add_entry(
     return entry
 
 
-def program_of(tape: Tape, name: str = "call", call: str = "{}") -> Program:
-    """A program with this one entry."""
-    program = Program()
-    add_entry(program, name, tape, call)
-    return program
-
-
 def _facts(tape: Tape, index: int) -> dict[str, str]:
     """Versions of what the steps were decided for."""
     info = device.info(index)

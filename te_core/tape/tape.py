@@ -202,11 +202,6 @@ class Tape:
         """The slots whose memory is the result's."""
         return frozenset(self.result.slots)
 
-    @property
-    def released(self) -> frozenset[int]:
-        """The inputs that the caller gives up."""
-        return frozenset(step.slot for step in self.steps if isinstance(step, Drop) and step.given)
-
     def __repr__(self) -> str:
         return f"Tape({self.what}: {self.inputs} inputs, {len(self.steps)} steps, {self.peak} bytes)"
 
