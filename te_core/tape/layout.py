@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from te_core import dtypes
-from te_core.symbols import Patch, Way
+from te_core.symbols import Way
 from te_core.tape.beside import Beside, Noticed
 from te_core.tape.bound import Step
 from te_core.tape.tape import Drop, Slot, Take
@@ -57,9 +57,11 @@ def laid_out(
         limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
         if _peak(together | given_up, {**size, where: block}) <= limit:
             for step in steps:
-                step.patches = tuple(  # type: ignore[misc]
-                    Patch(p.number, where, p.offset + places[p.slot]) if p.slot in places else p for p in step.patches
-                )
+                if any(patch.slot in places for patch in step.patches):
+                    step.patches = tuple(  # type: ignore[misc]
+                        p._replace(slot=where, offset=p.offset + places[p.slot]) if p.slot in places else p
+                        for p in step.patches
+                    )
             slots = [*slots, Slot("memory", "temporaries", (block,), dtypes.uint8, block, 0)]
             lives, size = together, {**size, where: block}
     return list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size)

@@ -160,7 +160,9 @@ class Called:
         self.arguments = exchanged(arguments, seen, wholes)  # nothing of it keeps the recording's memory alive,
         for q in wholes:
             q.owner = None  # nor the caller's
-        self.patches = symbols.patches([t.ptr for t in found], bases)
+        self.patches = tuple(
+            Patch(i, symbols.slot_of(t.ptr), t.ptr - bases[symbols.slot_of(t.ptr)]) for i, t in enumerate(found)
+        )
 
     def bind(self, bound: Bound, rt: Runtime) -> None:
         """See `Step`."""
