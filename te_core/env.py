@@ -189,9 +189,9 @@ def word(name: str, given: str | None = None) -> str:
     return _understood(name, given) or VARIABLES[name].default
 
 
-def chosen(name: str) -> str:
-    """A word that has to be one of those allowed."""
-    text = word(name)
+def chosen(name: str, given: str | None = None) -> str:
+    """A word that has to be one of those allowed; `given` is it where it was read already."""
+    text = word(name) if given is None else given
     if text not in VARIABLES[name].values:
         raise ArgumentError(name, shown(repr(text)), VARIABLES[name].allowed, "set it to one of these, or unset it")
     return text

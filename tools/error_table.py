@@ -95,12 +95,11 @@ def causes() -> dict[str, dict[tuple[str, str], str]]:
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         inside = {id(node): function for function in functions for node in ast.walk(function)}  # the innermost one
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                for call in [one for one in node.decorator_list if isinstance(one, ast.Call)]:
-                    by = ast.unparse(call.func)
-                    if by in ("operation", "rules"):
-                        place = node.name if by == "operation" else f"in `{module}`"
-                        found["ArgumentError"] |= dict.fromkeys(declared(call), place)
+            for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                by = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+                if isinstance(call, ast.Call) and by in ("operation", "rules"):
+                    place = node.name if by == "operation" else f"in `{module}`"
+                    found["ArgumentError"] |= dict.fromkeys(declared(call), place)
             name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Call) and name in found:
                 given = dict(zip(PARTS, node.args, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}

@@ -69,17 +69,24 @@ _WATCHED: tuple[tuple[Any, str, Callable[..., dict[str, int]]], ...] = (
 )
 
 
-_lock = RLock()
-_counting: list[Counts] = []  # of the blocks that run now
-_before: list[Any] = []  # what was exchanged
+class _Watch:
+    """Who counts now, and the functions that were exchanged for it."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.counting: tuple[Counts, ...] = ()
+        self.before: tuple[Any, ...] = ()
+
+
+_watch = _Watch()
 
 
 def _counted(function: Any, adds: Callable[..., dict[str, int]]) -> Any:
     @wraps(function)
     def counting(*given: Any, **named: Any) -> Any:
         added = adds(*given)
-        with _lock:
-            for counts in _counting:
+        with _watch.lock:
+            for counts in _watch.counting:
                 for name, number in added.items():
                     setattr(counts, name, getattr(counts, name) + number)
         return function(*given, **named)
@@ -91,18 +98,18 @@ def _counted(function: Any, adds: Callable[..., dict[str, int]]) -> Any:
 def counted() -> Iterator[Counts]:
     """Count within the block. Blocks may lie in one another, and in several threads: each counts all."""
     counts = Counts()
-    with _lock:
-        if not _counting:
-            _before[:] = [getattr(place, name) for place, name, _ in _WATCHED]
-            for (place, name, adds), function in zip(_WATCHED, _before, strict=True):
+    with _watch.lock:
+        if not _watch.counting:
+            _watch.before = tuple(getattr(place, name) for place, name, _ in _WATCHED)
+            for (place, name, adds), function in zip(_WATCHED, _watch.before, strict=True):
                 setattr(place, name, _counted(function, adds))
-        _counting.append(counts)
+        _watch.counting += (counts,)
     try:
         yield counts
     finally:
-        with _lock:
-            _counting[:] = [other for other in _counting if other is not counts]
-            if not _counting:
-                for (place, name, _), function in zip(_WATCHED, _before, strict=True):
+        with _watch.lock:
+            _watch.counting = tuple(other for other in _watch.counting if other is not counts)
+            if not _watch.counting:
+                for (place, name, _), function in zip(_WATCHED, _watch.before, strict=True):
                     setattr(place, name, function)
-                _before.clear()
+                _watch.before = ()

@@ -39,8 +39,6 @@ BOUNDS = {
     "tape.walk._numbers": "_MOST_NUMBERS",
     "tape.walk._unknown": "types of arguments",
     "tensor.Device._known": "devices",
-    "tools.counts._before": "functions that are watched",
-    "tools.counts._counting": "blocks that count now",
 }
 _MAKERS = {"dict", "list", "set", "OrderedDict", "defaultdict", "deque", "WeakValueDictionary", "WeakKeyDictionary"}
 
