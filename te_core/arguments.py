@@ -55,7 +55,7 @@ def settle(spec: Any, *names: str) -> None:
         if DType in kinds and value is not None:
             object.__setattr__(spec, name, dtype(value))
         elif not isinstance(value, kinds):
-            raise _error(type(spec).__name__, _Misfit(name, value, hint))
+            raise wrong_kind(type(spec).__name__, name, value, hint)
 
 
 def wrong_kind(operation: str, name: str, value: Any, hint: Any) -> ArgumentError:
@@ -98,12 +98,9 @@ def _explanation(function: Callable[..., Any], args: Any, kwargs: Any, error: Ex
                 return _error(operation, found)
     missing = [where for name, value in given.items() for where in _missing(name, value)]
     if missing and (isinstance(error, AssertionError) or "NoneType" in str(error)):
-        return ArgumentError(
-            operation,
-            f"None for {', '.join(missing)}",
-            "None where neither the spec nor its recipe asks for a value",
-            "pass what is missing; to a backward, what its forward saved under the same spec",
-        )
+        allowed = "None where neither the spec nor its recipe asks for a value"
+        do = "pass what is missing; to a backward, what its forward saved under the same spec"
+        return ArgumentError(operation, f"None for {', '.join(missing)}", allowed, do)
     return None
 
 
@@ -138,8 +135,7 @@ def _misfit(where: str, value: Any, hint: Any) -> _Misfit | None:
     if not isinstance(value, hint):
         return _Misfit(where, value, hint)
     for name in _parts(hint):
-        owner = hint.__init__ if hint is Cast else hint
-        found = _misfit(f"{where}.{name}", getattr(value, name), _hint(owner, name))
+        found = _misfit(f"{where}.{name}", getattr(value, name), _hint(hint, name))
         if found is not None:
             return found
     return None
@@ -164,12 +160,8 @@ def _parts(kind: type) -> tuple[str, ...]:
 
 def _error(operation: str, found: _Misfit) -> ArgumentError:
     kinds = [h for h in get_args(found.hint) or (found.hint,) if h is not ...]
-    return ArgumentError(
-        operation,
-        f"{found.where} of type {_name(type(found.value))}",
-        " or ".join(map(_name, kinds)),
-        _remedy(found, kinds),
-    )
+    got = f"{found.where} of type {_name(type(found.value))}"
+    return ArgumentError(operation, got, " or ".join(map(_name, kinds)), _remedy(found, kinds))
 
 
 def _name(kind: Any) -> str:
@@ -177,11 +169,8 @@ def _name(kind: Any) -> str:
         return "None"
     if not isinstance(kind, type):
         return str(kind).replace("te_core.tensor.", "")
-    return (
-        kind.__name__
-        if kind.__module__.split(".")[0] in ("te_core", "builtins")
-        else (f"{kind.__module__}.{kind.__name__}")
-    )
+    ours = kind.__module__.split(".")[0] in ("te_core", "builtins")
+    return kind.__name__ if ours else f"{kind.__module__}.{kind.__name__}"
 
 
 def _remedy(found: _Misfit, kinds: list[Any]) -> str:

@@ -53,7 +53,12 @@ def read(path: Path) -> bytes | None:
 
 def write(path: Path, content: bytes) -> bool:
     """Put a file in place in one step: readers see all of it or nothing, whoever else writes. False if it cannot be."""
-    if not _made(path.parent):
+    try:
+        for each in _chain(path.parent):  # the folders that are missing are made; only their owner may enter ours
+            if not each.is_dir():
+                each.parent.mkdir(parents=True, exist_ok=True)
+                each.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
         return False
     with _folder(path.parent) as folder:
         if folder is None:
@@ -112,18 +117,6 @@ def _chain(folder: Path) -> list[Path]:
         return [folder]
     between = folder.relative_to(root).parts
     return [root.joinpath(*between[:n]) for n in range(len(between) + 1)]
-
-
-def _made(folder: Path) -> bool:
-    """Make the folders that are missing; only their owner may enter ours."""
-    try:
-        for each in _chain(folder):
-            if not each.is_dir():
-                each.parent.mkdir(parents=True, exist_ok=True)
-                each.mkdir(mode=0o700, exist_ok=True)
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager

@@ -29,6 +29,11 @@ class DeviceInfo:
     cublaslt: tuple[int, ...] = (13, 1, 0)  # the version in use; newest known where it is not loaded
 
     @property
+    def compute(self) -> str:
+        """The compute capability, in words."""
+        return "{}.{}".format(*self.capability)
+
+    @property
     def architecture(self) -> str:
         """The generation's name."""
         return {8: "Ada" if self.capability == (8, 9) else "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}.get(
@@ -66,7 +71,7 @@ def fp8_supported(device: DeviceInfo) -> Answer:
 def fp8_block_supported(device: DeviceInfo) -> Answer:
     """FP8 products with a scale for each 1x128 or 128x128 block."""
     if device.capability[0] != 9:
-        return False, f"cuBLASLt has 128-blocks on compute capability 9.x only, this is {_cc(device)}"
+        return False, f"cuBLASLt has 128-blocks on compute capability 9.x only, this is {device.compute}"
     return _library(device, (12, 9))
 
 
@@ -74,7 +79,7 @@ def mxfp8_supported(device: DeviceInfo) -> Answer:
     """FP8 products with a power-of-two scale for each 32 elements."""
     able, reason = _at_least(device, (10, 0))
     if able and device.capability[0] >= 12:
-        return False, f"cuBLASLt restricts MXFP8 on compute capability {_cc(device)}, and nobody has tried it"
+        return False, f"cuBLASLt restricts MXFP8 on compute capability {device.compute}, and nobody has tried it"
     return _untried(_library(device, (12, 8))) if able else (able, reason)
 
 
@@ -100,8 +105,8 @@ def gemm_supported(device: DeviceInfo, a: Format, b: Format) -> Answer:
 def _at_least(device: DeviceInfo, capability: tuple[int, int]) -> Answer:
     wanted = f"{capability[0]}.{capability[1]}"
     if device.capability >= capability:
-        return True, f"compute capability {_cc(device)} (needs {wanted})"
-    return False, f"needs compute capability {wanted}, this is {_cc(device)}"
+        return True, f"compute capability {device.compute} (needs {wanted})"
+    return False, f"needs compute capability {wanted}, this is {device.compute}"
 
 
 def _library(device: DeviceInfo, version: tuple[int, ...]) -> Answer:
@@ -115,10 +120,6 @@ def _untried(answer: Answer) -> Answer:
     """What follows from the documentation alone."""
     able, reason = answer
     return able, f"{reason}; not run on hardware" if able else reason
-
-
-def _cc(device: DeviceInfo) -> str:
-    return f"{device.capability[0]}.{device.capability[1]}"
 
 
 #: What the products of a scaling ask of the device.

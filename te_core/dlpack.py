@@ -138,23 +138,14 @@ def _ask(producer: Any, stream: int | None) -> Any:
     if type(producer).__name__ == "PyCapsule":
         return producer
     method, where = (getattr(producer, f"__dlpack{name}__", None) for name in ("", "_device"))
+    kind, do = type(producer).__name__, "pass a NumPy, torch, JAX or CuPy array"
     if method is None or where is None:
-        _refuse(
-            type(producer).__name__,
-            "an object with __dlpack__ and __dlpack_device__",
-            "pass a NumPy, torch, JAX or CuPy array",
-        )
+        _refuse(kind, "an object with __dlpack__ and __dlpack_device__", do)
     device = where()
     if not isinstance(device, tuple) or len(device) != 2:
-        _refuse(
-            f"{type(producer).__name__} with the device {device!r}",
-            "a pair (kind, number) from __dlpack_device__",
-            "pass a NumPy, torch, JAX or CuPy array",
-        )
-    if device[0] in (_CUDA, _CUDA_MANAGED):
-        stream = stream or _LEGACY_STREAM
-    else:
-        stream = None  # host memory has no stream, and its producers refuse one
+        _refuse(f"{kind} with the device {device!r}", "a pair (kind, number) from __dlpack_device__", do)
+    # Host memory has no stream, and its producers refuse one.
+    stream = stream or _LEGACY_STREAM if device[0] in (_CUDA, _CUDA_MANAGED) else None
     try:
         return method(stream=stream, max_version=(_MAJOR, 3))
     except TypeError:  # a producer of before DLPack 1.0 knows no max_version
@@ -167,11 +158,8 @@ def _open(capsule: Any) -> tuple[bytes, Any]:
         if _is_valid(capsule, name):
             managed = layout.from_address(_pointer(capsule, name))
             if layout is _ManagedVersioned and (managed.major != _MAJOR or managed.flags & ~_FLAGS):
-                _refuse(
-                    f"DLPack version {managed.major}.{managed.minor} with flags {managed.flags:#x}",
-                    f"version {_MAJOR}, whose flags are {_FLAGS:#x}",
-                    "copy the array through NumPy",
-                )
+                got = f"DLPack version {managed.major}.{managed.minor} with flags {managed.flags:#x}"
+                _refuse(got, f"version {_MAJOR}, whose flags are {_FLAGS:#x}", "copy the array through NumPy")
             return name, managed
     _refuse(repr(capsule), "an unused DLPack capsule", "pass the array itself: a capsule can be read only once")
 
@@ -182,11 +170,11 @@ def _read(dl: _DLTensor, producer: Any) -> Tensor:
     if dt is dtypes.float4_e2m1:  # some producers pack two to a byte and some do not, and few say which
         _refuse("float4_e2m1", "byte-sized types", "pass packed FP4 as uint8 (a view of the array)")
     if not 0 <= dl.ndim <= _MOST_DIMENSIONS or (dl.ndim and not dl.shape):
-        _refuse(
+        got, do = (
             f"{dl.ndim} dimensions{'' if dl.shape else ' without a shape'}",
-            f"up to {_MOST_DIMENSIONS} dimensions and their sizes",
             "reshape the array, or correct its producer",
         )
+        _refuse(got, f"up to {_MOST_DIMENSIONS} dimensions and their sizes", do)
     shape = tuple(dl.shape[: dl.ndim]) if dl.ndim else ()
     strides = tuple(dl.strides[: dl.ndim]) if dl.ndim and dl.strides else None
     if strides is not None and _is_dense(shape, strides):
@@ -198,21 +186,15 @@ def _device(dl: _DLTensor, producer: Any) -> Device:
     if dl.device_type in (_CPU, _CUDA_HOST):
         return CPU
     if dl.device_type not in (_CUDA, _CUDA_MANAGED):
-        _refuse(
-            f"{type(producer).__name__} on DLPack device {dl.device_type}",
-            "CPU and CUDA memory",
-            "copy the array to the host or to a CUDA device",
-        )
+        do = "copy the array to the host or to a CUDA device"
+        _refuse(f"{type(producer).__name__} on DLPack device {dl.device_type}", "CPU and CUDA memory", do)
     try:
         count = libraries.driver().device_count
     except LibraryError as error:
         _refuse(f"memory of cuda:{dl.device_id}", f"CPU memory, without a CUDA driver ({error.got})", error.do)
     if not 0 <= dl.device_id < count:
-        _refuse(
-            f"memory of cuda:{dl.device_id}",
-            f"the {count} CUDA devices that this process sees",
-            "copy the array to one of these",
-        )
+        allowed = f"the {count} CUDA devices that this process sees"
+        _refuse(f"memory of cuda:{dl.device_id}", allowed, "copy the array to one of these")
     return cuda_device(dl.device_id)
 
 
@@ -239,11 +221,8 @@ def _address(
         _refuse(described, f"addresses that are multiples of {dt.itemsize}", "copy the array to memory of its own")
     ends = address + first, address + last
     if ends[0] < 0 or ends[1] >= 1 << 64 or (device is CPU and not all(map(_is_mapped, ends))):
-        _refuse(
-            f"{described}, which reaches outside of this process's memory",
-            "memory of this process",
-            "correct the producer, and keep what it lends alive",
-        )
+        do = "correct the producer, and keep what it lends alive"
+        _refuse(f"{described}, which reaches outside of this process's memory", "memory of this process", do)
     return int(address)
 
 
@@ -291,9 +270,7 @@ def export(
 
 def _order_before(tensor: Tensor, consumer: int) -> None:
     """Make the consumer's stream wait for the work that wrote the tensor."""
-    owner = tensor.owner
-    while isinstance(owner, Tensor):  # a tensor over another one's memory
-        owner = owner.owner
+    owner = tensor.memory
     written_on = getattr(owner, "stream", None)
     if isinstance(written_on, int):
         if (written_on or _LEGACY_STREAM) != (consumer or _LEGACY_STREAM):

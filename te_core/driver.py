@@ -161,13 +161,9 @@ class Driver:
         self._lib.cuGetErrorName(status, byref(name))
         self._lib.cuGetErrorString(status, byref(text))
         says = f"{(name.value or b'?').decode()} ({status}): {(text.value or b'').decode()}"
-        return LibraryError(
-            call,
-            says,
-            "success",
-            "see the message; an earlier kernel's fault may be reported here "
-            "(rerun with CUDA_LAUNCH_BLOCKING=1 to find it)",
-        )
+        do = "see the message; an earlier kernel's fault may be reported here "
+        do += "(rerun with CUDA_LAUNCH_BLOCKING=1 to find it)"
+        return LibraryError(call, says, "success", do)
 
     def address(self, name: str) -> int:
         """Where a function of the library is, for code that calls it by itself."""
@@ -199,12 +195,8 @@ class Driver:
         if found is not None:
             return found
         if not 0 <= index < self.device_count:
-            raise LibraryError(
-                "use a CUDA device",
-                f"device {index}",
-                f"0 to {self.device_count - 1}",
-                "choose a visible device (CUDA_VISIBLE_DEVICES hides the others)",
-            )
+            do = "choose a visible device (CUDA_VISIBLE_DEVICES hides the others)"
+            raise LibraryError("use a CUDA device", f"device {index}", f"0 to {self.device_count - 1}", do)
         with self._lock:
             if index not in self._contexts:
                 context = c_void_p()
@@ -507,9 +499,6 @@ def _open_libcuda() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise LibraryError(
-            "load the CUDA driver",
-            str(error),
-            "libcuda.so.1, installed with the NVIDIA driver",
-            "run on a machine with an NVIDIA GPU and driver, or use Runtime.cpu()",
-        ) from error
+        allowed = "libcuda.so.1, installed with the NVIDIA driver"
+        do = "run on a machine with an NVIDIA GPU and driver, or use Runtime.cpu()"
+        raise LibraryError("load the CUDA driver", str(error), allowed, do) from error

@@ -123,10 +123,7 @@ def from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:
     """The `DType` of a DLPack (code, bits, lanes) triple; FP4 may come as two lanes a byte."""
     found = _BY_DLPACK.get((code, bits)) if lanes == 1 or (code == 17 and lanes == 2) else None
     if found is None:
-        raise ArgumentError(
-            "from_dlpack",
-            f"type code {code}, {bits} bits, {lanes} lanes",
-            ", ".join(f"{d.name} ({d.dlpack_code}, {d.bits})" for d in ALL),
-            "convert the tensor to one of these types, or view FP8 data as uint8 and name its dtype",
-        )
+        allowed = ", ".join(f"{d.name} ({d.dlpack_code}, {d.bits})" for d in ALL)
+        do = "convert the tensor to one of these types, or view FP8 data as uint8 and name its dtype"
+        raise ArgumentError("from_dlpack", f"type code {code}, {bits} bits, {lanes} lanes", allowed, do)
     return found

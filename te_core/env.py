@@ -189,10 +189,10 @@ def word(name: str, given: str | None = None) -> str:
     return _understood(name, given) or VARIABLES[name].default
 
 
-def chosen(name: str, text: str) -> str:
-    """A word that has to be one of those allowed."""
-    allowed = VARIABLES[name].values
-    if text not in allowed:
+def chosen(name: str, given: str | None = None) -> str:
+    """A word that has to be one of those allowed; `given` is it where it was read already."""
+    text = word(name) if given is None else given
+    if text not in VARIABLES[name].values:
         raise ArgumentError(name, shown(repr(text)), VARIABLES[name].allowed, "set it to one of these, or unset it")
     return text
 
@@ -266,12 +266,6 @@ def _direct(names: Sequence[str]) -> tuple[Callable[[Any], Any], tuple[Any, ...]
     if isinstance(data, dict) and encode is not None:
         return data.get, tuple(map(encode, names))
     return os.environ.get, tuple(names)
-
-
-def _watched_alone(name: str) -> Callable[[], Any]:
-    """The same of one variable, without a function of Python."""
-    get, (key,) = _direct([name])
-    return partial(get, key)
 
 
 def texts(names: Sequence[str], raw: tuple[Any, ...]) -> dict[str, str]:
@@ -349,25 +343,7 @@ def norm_sm_margins() -> dict[str, int]:
     return {phase: number(name) for phase, name in named.items() if is_set(name)}
 
 
-def local_ranks() -> int:
-    """How many processes of this program each host has; 0 where no launcher says so."""
-    return number("LOCAL_WORLD_SIZE")
-
-
-def tapes() -> str:
-    """When calls of layers are recorded."""
-    return chosen("TE_CORE_TAPES", word("TE_CORE_TAPES"))
-
-
-def jax_handler() -> str:
-    """What XLA's calls run in on a GPU."""
-    return chosen("TE_JAX_HANDLER", word("TE_JAX_HANDLER"))
-
-
-def autotune() -> bool:
-    """Whether GEMMs are autotuned as they are planned."""
-    return switch("TE_CORE_AUTOTUNE")
-
-
-#: What the keys of plans and recordings have of that: a change counts from the next call on.
-autotuning = _watched_alone("TE_CORE_AUTOTUNE")
+_get, (_key,) = _direct(["TE_CORE_AUTOTUNE"])
+#: What the keys of plans and recordings have of TE_CORE_AUTOTUNE: a change counts from the next call on. Looked up
+#: without a function of Python.
+autotuning = partial(_get, _key)

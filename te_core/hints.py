@@ -25,12 +25,9 @@ def install(extra: str) -> str:
         if url and (not url.startswith("file:") or Path(path).exists()):
             return f'pip install "{NAME}[{extra}] @ {url}"'
     for distribution in known:
-        if needed := _requirements(distribution, extra):
+        asked = (text.partition(";") for text in distribution.requires or ())
+        # What the extra asks for, without the marker that says so.
+        needed = [need.strip() for need, _, marker in asked if f"extra == '{extra}'" in marker.replace('"', "'")]
+        if needed:
             return " ".join(["pip install", *(f'"{requirement}"' for requirement in needed)])
     return f'pip install -e "{Path(__file__).resolve().parents[1]}[{extra}]"'  # a source tree on the path
-
-
-def _requirements(distribution: metadata.Distribution, extra: str) -> list[str]:
-    """What the extra asks for, without the marker that says so."""
-    asked = (text.partition(";") for text in distribution.requires or ())
-    return [needed.strip() for needed, _, marker in asked if f"extra == '{extra}'" in marker.replace('"', "'")]

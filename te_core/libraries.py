@@ -61,15 +61,6 @@ PACKAGES: dict[str, tuple[str, str]] = {
 # fmt: on
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """One library as this process uses it."""
-
-    name: str
-    file: str
-    version: str
-
-
 _handles: dict[str, tuple[ctypes.CDLL, str]] = {}  # and the file that it is of
 _lock = RLock()
 
@@ -128,13 +119,11 @@ def _open(name: str) -> tuple[ctypes.CDLL, str]:
         if candidate.startswith("/"):
             return handle, candidate
         return handle, next(iter(mapped()[name]), candidate)
-    raise LibraryError(
-        f"load {name}",
-        "; ".join(tried) or "no such library anywhere",
+    allowed = (
         f"{' or '.join(known.soname(m) for m in known.majors)} mapped by the process, in TE_CORE_LIBRARY_PATH, in a "
-        "pip wheel or on the system's search path",
-        pip_install(name),
     )
+    allowed += "pip wheel or on the system's search path"
+    raise LibraryError(f"load {name}", "; ".join(tried) or "no such library anywhere", allowed, pip_install(name))
 
 
 def pip_install(*names: str) -> str:
@@ -212,8 +201,7 @@ def _majors(majors: tuple[int, ...], here: dict[str, list[str]]) -> tuple[int, .
     if used:
         return (used,)
     highest = driver_version()[0]
-    fitting = tuple(m for m in majors if m <= highest)
-    return fitting or majors  # no driver: compile with what there is
+    return tuple(m for m in majors if m <= highest) or majors  # no driver: compile with what there is
 
 
 _driver: Driver | None = None
@@ -263,13 +251,3 @@ def version(name: str) -> tuple[int, ...]:
 def large_parameters() -> bool:
     """Whether a launch's parameters may take 32,764 bytes, and not 4,096: since CUDA 12.1."""
     return driver_version() >= (12, 1) and version("nvrtc") >= (12, 1)
-
-
-def loaded() -> list[Loaded]:
-    """Every known library that this process maps, with its file and version; two rows of a name are a fault."""
-    rows = []
-    for name, files in mapped().items():
-        for path in files:
-            number = ".".join(map(str, version(name))) if path == files[0] else "a second copy"
-            rows.append(Loaded(name, path, number))
-    return rows

@@ -24,8 +24,7 @@ from te_core.tape.program import add_entry
 from te_core.tape.program_file import Program, lines_of, pack, unpack
 from te_core.tape.tape import Tape
 from te_core.tape.taped import ALIGNED
-from te_core.tape.walk import NotRecordedError, exchanged
-from te_core.tensor import Tensor
+from te_core.tape.walk import NotRecordedError, tensors_of
 
 __all__ = ["Example", "Program", "main", "read", "record", "recorded", "tape_of"]
 
@@ -46,10 +45,14 @@ class Example(NamedTuple):
 
 def record(calls: Mapping[str, Example], path: str | Path) -> None:
     """Write a file in which each of the calls is an entry of this name. Nothing is launched."""
-    place = Path(path).absolute()
-    if not cache.write(place, pack(recorded(calls))):
+    write("te_core.record", path, pack(recorded(calls)))
+
+
+def write(operation: str, path: str | Path, content: bytes) -> None:
+    """Put a packed program in its place."""
+    if not cache.write(Path(path).absolute(), content):
         allowed, do = "a path in a folder that may be written to", "choose another path"
-        raise ArgumentError("te_core.record", f"path={str(path)!r}, which cannot be written", allowed, do)
+        raise ArgumentError(operation, f"path={str(path)!r}, which cannot be written", allowed, do)
 
 
 def recorded(calls: Mapping[str, Example]) -> Program:
@@ -61,19 +64,20 @@ def recorded(calls: Mapping[str, Example]) -> Program:
         do = "record with te_core.Runtime.cuda(); other runtimes play nothing without Python"
         raise UnsupportedError("te_core.record", f"calls on {came}", "calls on one GPU", do)
     for name, example in calls.items():
-        _add(program, name, example)
+        call, tape, gradients = example.call, tape_of(name, example), None
+        if isinstance(call, Call) and example.backward:
+            gradients = [f"grad.{a.name or a.core}" for a in call.layer.arguments]
+        add_entry(program, name, tape, said(example), example.rt.device.index, gradients)
     return program
 
 
 def tape_of(name: str, example: Example) -> Tape:
     """The tape of a call that an entry of this name is to do."""
     rt, call, arguments, options, backward, promised = example
-    tensors: list[Tensor] = []
-    exchanged([*arguments, *options.values()], lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
     if promised not in _ALIGNMENTS:
         do = "correct it; 256 is what most allocators give"
         raise ArgumentError(f"te_core.record {name}", f"alignment={promised!r}", "1, 2, 4 ... 256", do)
-    alignment = [min(promised, t.ptr & -t.ptr or ALIGNED) for t in tensors]
+    alignment = [min(promised, t.ptr & -t.ptr or ALIGNED) for t in tensors_of([*arguments, *options.values()])]
     given = arguments, dict(options)
     try:
         if not isinstance(call, Call):
@@ -85,14 +89,6 @@ def tape_of(name: str, example: Example) -> Tape:
     except NotRecordedError as error:
         do = "play this call by te_core"
         raise UnsupportedError(f"te_core.record {name}", str(error), "calls that te_core replays", do) from error
-
-
-def _add(program: Program, name: str, example: Example) -> None:
-    call, tape = example.call, tape_of(name, example)
-    gradients = None
-    if isinstance(call, Call) and example.backward:
-        gradients = [f"grad.{a.name or a.core}" for a in call.layer.arguments]
-    add_entry(program, name, tape, said(example), example.rt.device.index, gradients)
 
 
 def said(example: Example) -> str:

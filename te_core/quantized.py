@@ -23,6 +23,7 @@ begins its block, so the block alone is all that has to be kept for it.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -152,12 +153,9 @@ def check_room(block: Tensor, nbytes: int, form: Format, shape: tuple[int, int])
     if block.device is META:  # its sizes may be symbols
         return
     if block.dtype is not dtypes.uint8 or not block.is_contiguous or block.size < nbytes:
-        raise ArgumentError(
-            "QuantizedTensor",
-            f"{block!r} as the memory of {form} {tuple(shape)}",
-            f"a dense block of {nbytes} bytes (uint8)",
-            "pass what forward saved, and a gradient of as many rows as forward's output has",
-        )
+        got, allowed = f"{block!r} as the memory of {form} {tuple(shape)}", f"a dense block of {nbytes} bytes (uint8)"
+        do = "pass what forward saved, and a gradient of as many rows as forward's output has"
+        raise ArgumentError("QuantizedTensor", got, allowed, do)
 
 
 class Copy(NamedTuple):
@@ -249,12 +247,8 @@ class QuantizedTensor:
         return cls(form, shape, None, Copy.at(block, 0, parts), block)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        raise ArgumentError(
-            "NumPy",
-            repr(self),
-            "te_core tensors of plain values",
-            "take te_core.ops.dequantize(rt, q, dtype), or a piece such as q.rowwise",
-        )
+        do = "take te_core.ops.dequantize(rt, q, dtype), or a piece such as q.rowwise"
+        raise ArgumentError("NumPy", repr(self), "te_core tensors of plain values", do)
 
     def __repr__(self) -> str:
         copies = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]
@@ -275,6 +269,7 @@ class CastKey(NamedTuple):
     device: Device | None  # where its tensors lie, if it has any
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Cast:
     """How a producer (quantize, norm, activation) shall deliver its result.
 
@@ -289,72 +284,29 @@ class Cast:
     casts are shared between calls.
     """
 
-    __slots__ = (
-        "amax",
-        "columnwise",
-        "dtype",
-        "epsilon",
-        "format",
-        "four_over_six",
-        "key",
-        "maxima",
-        "nonfinite",
-        "power_of_two",
-        "rng",
-        "rowwise",
-        "scale",
-        "site",
-        "stochastic",
-        "transform",
-    )
+    form: InitVar[Format | DType]
+    _: KW_ONLY
+    rowwise: bool
+    columnwise: bool
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    epsilon: float = 0.0
+    power_of_two: bool = False
+    transform: bool = False
+    stochastic: bool = False
+    rng: Tensor | None = None
+    site: int = 0
+    four_over_six: str | None = None
+    nonfinite: Tensor | None = None
+    maxima: Tensor | None = None
+    format: Format = field(init=False)
+    dtype: DType = field(init=False)
+    key: CastKey = field(init=False)
 
-    def __init__(
-        self,
-        form: Format | DType,
-        *,
-        rowwise: bool,
-        columnwise: bool,
-        scale: Tensor | None = None,
-        amax: Tensor | None = None,
-        epsilon: float = 0.0,
-        power_of_two: bool = False,
-        transform: bool = False,
-        stochastic: bool = False,
-        rng: Tensor | None = None,
-        site: int = 0,
-        four_over_six: str | None = None,
-        nonfinite: Tensor | None = None,
-        maxima: Tensor | None = None,
-    ) -> None:
+    def __post_init__(self, form: Format | DType) -> None:
         self.format = form if isinstance(form, Format) else Format(dtypes.dtype(form))
         self.dtype = self.format.dtype
-        self.rowwise = rowwise
-        self.columnwise = columnwise
-        self.scale = scale
-        self.amax = amax
-        self.epsilon = epsilon
-        self.power_of_two = power_of_two
-        self.transform = transform
-        self.stochastic = stochastic
-        self.rng = rng
-        self.site = site
-        self.four_over_six = four_over_six
-        self.nonfinite = nonfinite
-        self.maxima = maxima
-        self.key = CastKey(
-            self.format,
-            rowwise,
-            columnwise,
-            scale is not None,
-            amax is not None,
-            transform,
-            stochastic,
-            four_over_six,
-            self._place(),
-        )
-
-    def _place(self) -> Device | None:
-        """Where the tensors lie. Operations take their addresses, so this is where a wrong one has to be noticed."""
+        # Where the tensors lie. Operations take their addresses, so this is where a wrong one has to be noticed.
         device: Device | None = None
         most = 2 if self.transform and self.format.scaling == "nvfp4" else 1
         for name, t, length, kind in (
@@ -375,21 +327,9 @@ class Cast:
             if name in ("amax", "nonfinite") and not t.writable:
                 raise ArgumentError("Cast", f"{name} in read-only memory", "memory that is written to", "pass a copy")
             device = t.device
-        return device
+        given, how = (self.scale is not None, self.amax is not None), (self.transform, self.stochastic)
+        self.key = CastKey(self.format, self.rowwise, self.columnwise, *given, *how, self.four_over_six, device)
 
     def scaled_by(self, maxima: Tensor) -> Cast:
         """A cast like this one that reads these maxima in the place of the value's own."""
-        return Cast(
-            self.format,
-            rowwise=self.rowwise,
-            columnwise=self.columnwise,
-            epsilon=self.epsilon,
-            power_of_two=self.power_of_two,
-            transform=self.transform,
-            stochastic=self.stochastic,
-            rng=self.rng,
-            site=self.site,
-            four_over_six=self.four_over_six,
-            nonfinite=self.nonfinite,
-            maxima=maxima,
-        )
+        return replace(self, form=self.format, scale=None, amax=None, maxima=maxima)

@@ -47,7 +47,7 @@ class Format(Enum):
 
 
 _FORWARD = {Format.E4M3: dtypes.float8_e4m3, Format.HYBRID: dtypes.float8_e4m3, Format.E5M2: dtypes.float8_e5m2}
-_BACKWARD = {Format.E4M3: dtypes.float8_e4m3, Format.HYBRID: dtypes.float8_e5m2, Format.E5M2: dtypes.float8_e5m2}
+_BACKWARD = _FORWARD | {Format.HYBRID: dtypes.float8_e5m2}
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,17 @@ def _gemms(recipe: Any) -> tuple[Gemm, Gemm, Gemm]:
     return fprop, dgrad, wgrad
 
 
+_SPLIT = Gemm(True), Gemm(True), Gemm(True)
 #: Where attention's own casts have no history: that of P and dS.
 _SCORES = History(1, 0, "most_recent", None, True)
 
 
-def _attention(recipe: Any, forward: Operand, backward: Operand, history: History | None) -> AttentionPrecision | None:
-    """Attention under this recipe, each way by the one rule of that way; None where it stays in high precision."""
-    if not (recipe.fp8_dpa or recipe.fp8_mha):
-        return None
-    return AttentionPrecision(forward, forward, backward, backward, history, recipe.fp8_mha)
+def _common(recipe: Any, forward: Operand, backward: Operand, history: History | None = None) -> dict[str, Any]:
+    """What fields that all recipes have come to, by name. Attention runs each way by the one rule of that way."""
+    attention = None
+    if recipe.fp8_dpa or recipe.fp8_mha:
+        attention = AttentionPrecision(forward, forward, backward, backward, history, recipe.fp8_mha)
+    return {"backward": recipe.backward_override, "attention": attention}
 
 
 @named_by_its_fields
@@ -215,26 +217,11 @@ class DelayedScaling(Recipe):
         """The frozen description of this recipe as it stands now."""
         self.__post_init__()  # fields may have been assigned since
         fwd, bwd = _FORWARD[self.fp8_format], _BACKWARD[self.fp8_format]
-        history = History(
-            self.amax_history_len,
-            self.margin,
-            self.amax_compute_algo,
-            self.scaling_factor_compute_algo,
-            self.reduce_amax,
-        )
+        algorithms = self.amax_compute_algo, self.scaling_factor_compute_algo
+        history = History(self.amax_history_len, self.margin, *algorithms, self.reduce_amax)
         forward, backward = Operand(fwd, "delayed"), Operand(bwd, "delayed")
-        return Precision(
-            forward,
-            forward,
-            backward,
-            Gemm(False),
-            Gemm(True),
-            Gemm(True),
-            history,
-            output=forward,
-            grad_input=backward,
-            attention=_attention(self, forward, backward, history),
-        )
+        gemms, more = (Gemm(False), Gemm(True), Gemm(True)), _common(self, forward, backward, history)
+        return Precision(forward, forward, backward, *gemms, history, output=forward, grad_input=backward, **more)
 
 
 @named_by_its_fields
@@ -280,10 +267,9 @@ class Float8CurrentScaling(Recipe):
             self._operand(fwd, self.fp8_quant_fwd_weight),
             self._operand(bwd, self.fp8_quant_bwd_grad),
             *_gemms(self),
-            backward=self.backward_override,
             output=output,
             grad_input=grad_input,
-            attention=_attention(self, output, grad_input, _SCORES),
+            **_common(self, output, grad_input, _SCORES),
         )
 
 
@@ -320,22 +306,12 @@ class Float8BlockScaling(Recipe):
         for dim in dims:
             require(name, dim, getattr(self, dim), getattr(self, dim) in (1, 2), "1 (1x128) or 2 (128x128)")
         tiled = [dim for dim in dims if getattr(self, dim) == 2]
-        require(
-            name,
-            " and ".join(tiled),
-            2,
-            len(tiled) <= 1,
-            "128x128 tiles for at most one of input, weight and gradient: no GEMM reads two tiled operands",
-        )
+        allowed = "128x128 tiles for at most one of input, weight and gradient: no GEMM reads two tiled operands"
+        require(name, " and ".join(tiled), 2, len(tiled) <= 1, allowed)
+        allowed = "MMParams(use_split_accumulator=True): block products are always promoted"
         for gemm in _GEMM_FIELDS:
             value = getattr(self, gemm)
-            require(
-                name,
-                gemm,
-                value,
-                isinstance(value, MMParams) and value.use_split_accumulator,
-                "MMParams(use_split_accumulator=True): block products are always promoted",
-            )
+            require(name, gemm, value, isinstance(value, MMParams) and value.use_split_accumulator, allowed)
 
     def _operand(self, dtype: DType, dim: int, params: QParams | None) -> Operand:
         if params is None:
@@ -346,14 +322,15 @@ class Float8BlockScaling(Recipe):
         """The frozen description of this recipe as it stands now."""
         self.__post_init__()
         fwd, bwd = _FORWARD[self.fp8_format], _BACKWARD[self.fp8_format]
+        output, grad_input = self._operand(fwd, 1, None), self._operand(bwd, 1, None)
         return Precision(
             self._operand(fwd, self.x_block_scaling_dim, self.fp8_quant_fwd_inp),
             self._operand(fwd, self.w_block_scaling_dim, self.fp8_quant_fwd_weight),
             self._operand(bwd, self.grad_block_scaling_dim, self.fp8_quant_bwd_grad),
             *_gemms(self),
-            backward=self.backward_override,
-            output=self._operand(fwd, 1, None),
-            grad_input=self._operand(bwd, 1, None),
+            output=output,
+            grad_input=grad_input,
+            **_common(self, output, grad_input),
         )
 
 
@@ -377,21 +354,9 @@ class MXFP8BlockScaling(Recipe):
     def resolve(self) -> Precision:
         """The frozen description of this recipe as it stands now."""
         self.__post_init__()
-        fwd = Operand(_FORWARD[self.fp8_format], "mxfp8")
-        bwd = Operand(_BACKWARD[self.fp8_format], "mxfp8")
+        fwd, bwd = (Operand(kinds[self.fp8_format], "mxfp8") for kinds in (_FORWARD, _BACKWARD))
         weight = replace(fwd, tiled=self.enable_2d_quantization)
-        return Precision(
-            fwd,
-            weight,
-            bwd,
-            Gemm(True),
-            Gemm(True),
-            Gemm(True),
-            backward=self.backward_override,
-            output=fwd,
-            grad_input=bwd,
-            attention=_attention(self, fwd, bwd, None),
-        )
+        return Precision(fwd, weight, bwd, *_SPLIT, output=fwd, grad_input=bwd, **_common(self, fwd, bwd))
 
 
 @named_by_its_fields
@@ -433,21 +398,12 @@ class NVFP4BlockScaling(Recipe):
             require_choice(self, scope, _SCOPES)
         require_choice(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
         require(name, "fp4_format", self.fp4_format, self.fp4_format is Format.E2M1, "Format.E2M1")
-        four = self.nvfp4_4over6
-        require(
-            name,
-            "nvfp4_4over6",
-            four,
-            four in ("none", "weights") or self.disable_rht,
-            "'none' or 'weights' unless disable_rht=True: the transform and the double quantization exclude each other",
-        )
-        require(
-            name,
-            "row_scaled_activation",
-            True,
-            not self.row_scaled_activation or self.disable_rht,
-            "False unless disable_rht=True",
-        )
+        four, plain = self.nvfp4_4over6, self.disable_rht
+        why = "the transform and the double quantization exclude each other"
+        allowed = f"'none' or 'weights' unless disable_rht=True: {why}"
+        require(name, "nvfp4_4over6", four, four in ("none", "weights") or plain, allowed)
+        rows = self.row_scaled_activation
+        require(name, "row_scaled_activation", True, not rows or plain, "False unless disable_rht=True")
 
     def _operand(self, scope: str, params: QParams) -> Operand:
         four = scope != "gradients" and self.nvfp4_4over6 in (scope, "all")
@@ -470,18 +426,8 @@ class NVFP4BlockScaling(Recipe):
         self._check()
         given = self.fp4_quant_fwd_inp, self.fp4_quant_fwd_weight, self.fp4_quant_bwd_grad  # a user may assign them
         x, w, dy = (self._operand(*pair) for pair in zip(("activations", "weights", "gradients"), given, strict=True))
-        return Precision(
-            x,
-            w,
-            dy,
-            Gemm(True),
-            Gemm(True),
-            Gemm(True),
-            backward=self.backward_override,
-            output=replace(x, transform=False),
-            grad_input=replace(dy, transform=False, stochastic=False),
-            attention=_attention(self, x, dy, None),
-        )
+        output, grad_input = replace(x, transform=False), replace(dy, transform=False, stochastic=False)
+        return Precision(x, w, dy, *_SPLIT, output=output, grad_input=grad_input, **_common(self, x, dy))
 
 
 @named_by_its_fields
@@ -506,18 +452,8 @@ class CustomRecipe(Recipe):
     def resolve(self) -> Precision:
         """Only that a factory decides; a module asks it for its own roles."""
         self.__post_init__()
-        split, rule = Gemm(True), Operand(_FORWARD[self.fp8_format], "custom")
-        return Precision(
-            None,
-            None,
-            None,
-            split,
-            split,
-            split,
-            backward=self.backward_override,
-            factory=self.qfactory,
-            attention=_attention(self, rule, rule, None),
-        )
+        rule = Operand(_FORWARD[self.fp8_format], "custom")
+        return Precision(None, None, None, *_SPLIT, factory=self.qfactory, **_common(self, rule, rule))
 
 
 _ALL = CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling

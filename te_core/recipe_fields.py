@@ -49,18 +49,6 @@ def require_flags(recipe: Any, *names: str) -> None:
         require(type(recipe).__name__, name, value, isinstance(value, bool), "True or False")
 
 
-def require_margin(recipe: Any) -> None:
-    """The margin leaves something of the values."""
-    margin = recipe.margin
-    require(
-        type(recipe).__name__,
-        "margin",
-        margin,
-        is_whole(margin) and margin in MARGINS,
-        f"an integer from {MARGINS[0]} to {MARGINS[-1]}: beyond, every value becomes zero or the largest one",
-    )
-
-
 def require_parameters(recipe: Any, kind: type, *names: str) -> None:
     """These attributes are parameters of a quantizer, or None where the class has None."""
     for name in names:
@@ -89,20 +77,17 @@ def require_format(recipe: Any, formats: Sequence[Enum]) -> None:
 def require_delayed(recipe: Any) -> None:
     """The fields of delayed scaling."""
     name = type(recipe).__name__
-    require_margin(recipe)
+    margin, length = recipe.margin, recipe.amax_history_len
+    algo, scale = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+    allowed = f"an integer from {MARGINS[0]} to {MARGINS[-1]}: beyond, every value becomes zero or the largest one"
+    require(name, "margin", margin, is_whole(margin) and margin in MARGINS, allowed)
     require_flags(recipe, "reduce_amax")
-    length, algo, scale = recipe.amax_history_len, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
     require(name, "amax_history_len", length, is_whole(length) and length >= 1, "an integer >= 1")
     algorithms = ("max", "most_recent")
     if algo not in algorithms and not callable(algo):
         raise choice_error(name, "amax_compute_algo", algo, algorithms, also="a callable(history) -> amax")
-    require(
-        name,
-        "scaling_factor_compute_algo",
-        scale,
-        scale is None or callable(scale),
-        "None or a callable(amax, old_scale, fp8_max, recipe) -> new scale",
-    )
+    allowed = "None or a callable(amax, old_scale, fp8_max, recipe) -> new scale"
+    require(name, "scaling_factor_compute_algo", scale, scale is None or callable(scale), allowed)
 
 
 def check_common(recipe: Any, formats: Sequence[Enum], overrides: Sequence[str | None]) -> None:

@@ -60,7 +60,15 @@ def _load_backend(name: str) -> Backend:
     return backend
 
 
-class HostAllocator:
+class ByStream:
+    """An allocator whose `empty` goes by the stream that it is told."""
+
+    def beside(self, stream: int) -> Any:
+        """Itself."""
+        return self
+
+
+class HostAllocator(ByStream):
     """NumPy memory, for the CPU backend."""
 
     alignment = 1  # NumPy's code reads any address
@@ -69,15 +77,10 @@ class HostAllocator:
         """Uninitialised host memory."""
         if dtype is dtypes.float4_e2m1:
             raise ArgumentError("empty", "float4_e2m1", "byte-sized types", "allocate packed FP4 as uint8")
-        t = from_numpy(np.empty(shape, dtype.numpy))
-        return Tensor(t.ptr, t.shape, dtype, CPU, t.owner)
+        return from_numpy(np.empty(shape, dtype.numpy))
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         """The host has one stream."""
-
-    def beside(self, stream: int) -> HostAllocator:
-        """Itself."""
-        return self
 
 
 class _ByteOwner:
@@ -95,7 +98,7 @@ class _ByteOwner:
         self.give_back(self.ptr, self.stream, self.others)
 
 
-class ByteAllocator:
+class ByteAllocator(ByStream):
     """Wraps a byte-level pair `alloc(nbytes, stream) -> address` and `free(address, stream)` (C, custom engines)."""
 
     def __init__(self, device: Device, alloc: Any, free: Any) -> None:
@@ -131,18 +134,13 @@ class ByteAllocator:
         if known and self._device.kind == "cuda":
             owner.others = (*owner.others, stream)
 
-    def beside(self, stream: int) -> ByteAllocator:
-        """Itself: blocks are asked for with their stream."""
-        return self
-
 
 def _settled(shape: Any, dtype: Any) -> tuple[tuple[int, ...], DType]:
     """Shape and dtype of a tensor to be, as allocators take them: a dtype by any of its names."""
     sizes = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
     if any(not hasattr(n, "__index__") or (isinstance(n, int) and n < 0) for n in sizes):
-        raise ArgumentError(
-            "Runtime.empty", f"shape {shape!r}", "a tuple of integers >= 0", "pass (rows, columns), say"
-        )
+        allowed, do = "a tuple of integers >= 0", "pass (rows, columns), say"
+        raise ArgumentError("Runtime.empty", f"shape {shape!r}", allowed, do)
     return sizes, dtypes.dtype(dtype)
 
 
@@ -263,12 +261,9 @@ class Runtime:
         try:
             return getattr(self.allocator, name)
         except AttributeError:
-            raise ArgumentError(
-                "Runtime.side",
-                f"a {type(self.allocator).__name__} without {name}",
-                "an allocator with `beside` and `record_stream` (te_core.runtime.Allocator)",
-                "add them, or work on one stream",
-            ) from None
+            got = f"a {type(self.allocator).__name__} without {name}"
+            allowed = "an allocator with `beside` and `record_stream` (te_core.runtime.Allocator)"
+            raise ArgumentError("Runtime.side", got, allowed, "add them, or work on one stream") from None
 
     @classmethod
     def meta(cls, allocator: Allocator) -> Runtime:
@@ -306,12 +301,8 @@ class Runtime:
     def numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """The values of a tensor of this device as a NumPy array of its own; waits for the stream."""
         if not isinstance(tensor, Tensor):
-            raise ArgumentError(
-                "Runtime.numpy",
-                f"a {type(tensor).__name__}",
-                "a te_core Tensor",
-                "convert it by its own library; te_core.from_dlpack(x) makes a Tensor over it",
-            )
+            do = "convert it by its own library; te_core.from_dlpack(x) makes a Tensor over it"
+            raise ArgumentError("Runtime.numpy", f"a {type(tensor).__name__}", "a te_core Tensor", do)
         result: np.ndarray[Any, Any] = self.backend.copy_to_host(self, tensor)
         return result
 

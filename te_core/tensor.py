@@ -131,12 +131,9 @@ class Tensor:
             shape = tuple(self.size // known if n == -1 and known else (0 if n == -1 else n) for n in shape)
         dense = self.strides is None or _is_dense(self.shape, self.strides)
         if not dense or prod(shape) != prod(self.shape) or any([n < 0 for n in shape]):  # min would compare sizes
-            raise ArgumentError(
-                "Tensor.reshape",
-                f"{self!r} to {shape}",
-                "a dense tensor and a shape of as many elements",
-                "copy the tensor to dense memory first, or correct the shape",
-            )
+            allowed = "a dense tensor and a shape of as many elements"
+            do = "copy the tensor to dense memory first, or correct the shape"
+            raise ArgumentError("Tensor.reshape", f"{self!r} to {shape}", allowed, do)
         return Tensor(self.ptr, shape, self.dtype, self.device, self.owner)
 
     def matrix(self) -> Tensor:
@@ -152,9 +149,8 @@ class Tensor:
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of the first dimension, as a view."""
         if not 0 <= start <= stop <= self.shape[0]:
-            raise ArgumentError(
-                "Tensor.rows", f"{start}:{stop} of {self.shape[0]}", "0 <= start <= stop <= rows", "correct the range"
-            )
+            got, allowed = f"{start}:{stop} of {self.shape[0]}", "0 <= start <= stop <= rows"
+            raise ArgumentError("Tensor.rows", got, allowed, "correct the range")
         step = self.row_major_strides()[0]
         offset = self.dtype.nbytes(start * step)
         shape = (stop - start, *self.shape[1:])
@@ -163,9 +159,8 @@ class Tensor:
     def view_as(self, dtype: DType) -> Tensor:
         """The same bytes under another dtype of equal width."""
         if dtype.bits != self.dtype.bits:
-            raise ArgumentError(
-                "Tensor.view_as", f"{self.dtype} as {dtype}", "types of equal width", "convert the values instead"
-            )
+            got, do = f"{self.dtype} as {dtype}", "convert the values instead"
+            raise ArgumentError("Tensor.view_as", got, "types of equal width", do)
         return Tensor(self.ptr, self.shape, dtype, self.device, self.owner, self.strides)
 
     def numpy(self) -> np.ndarray[Any, Any]:
@@ -251,27 +246,18 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """A zero-copy `Tensor` over a NumPy array (ml_dtypes' types included)."""
     if not isinstance(array, np.ndarray):  # a NumPy scalar, say, has an address that dies at once
-        raise ArgumentError(
-            "from_numpy", type(array).__name__, "a numpy.ndarray", "pass numpy.asarray(it), or use from_dlpack"
-        )
+        do = "pass numpy.asarray(it), or use from_dlpack"
+        raise ArgumentError("from_numpy", type(array).__name__, "a numpy.ndarray", do)
     if not array.dtype.isnative:
         raise ArgumentError("from_numpy", f"byte order of {array.dtype}", "native byte order", "convert the array")
     dt = dtypes.dtype(array.dtype)
     if dt is dtypes.float4_e2m1:
-        raise ArgumentError(
-            "from_numpy",
-            "float4_e2m1, which NumPy keeps one to a byte",
-            "byte-sized types",
-            "pack two values into each byte of a uint8 array",
-        )
+        got, do = "float4_e2m1, which NumPy keeps one to a byte", "pack two values into each byte of a uint8 array"
+        raise ArgumentError("from_numpy", got, "byte-sized types", do)
     width = dt.itemsize
     if any(s % width for s in array.strides):
-        raise ArgumentError(
-            "from_numpy",
-            f"byte strides {array.strides} of {dt}",
-            "strides that are whole elements",
-            "pass numpy.ascontiguousarray(array)",
-        )
+        got, do = f"byte strides {array.strides} of {dt}", "pass numpy.ascontiguousarray(array)"
+        raise ArgumentError("from_numpy", got, "strides that are whole elements", do)
     strides = tuple(s // width for s in array.strides)
     dense = None if _is_dense(array.shape, strides) else strides
     address = array.__array_interface__["data"][0] if array.size else 0

@@ -29,7 +29,7 @@ from te_core.errors import ArgumentError, LibraryError, UnsupportedError
 from te_core.layers.grouped_linear import GroupedSaved, Groups
 from te_core.layers.linear import Sink
 from te_core.ops.quantize import ScalingState
-from te_core.quantize.state import Scales
+from te_core.quantize.state import VIEWS, Scales
 from te_core.quantized import Cast, Copy, QuantizedTensor
 from te_core.recipe import (
     DelayedScaling,
@@ -40,7 +40,6 @@ from te_core.recipe import (
 )
 from te_core.runtime import Runtime
 from te_core.tape.taped import Taped, set_when
-from te_core.tape.walk import STATE
 from te_core.tensor import CPU, Device, ReadOnly, Tensor
 from tests.core import face
 from tests.core_calls import more_layers, more_operations
@@ -210,7 +209,7 @@ def _parts(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         tensors = value.scale, value.amax, value.rng, value.nonfinite, value.maxima
         return (value.format, *tensors), {name: getattr(value, name) for name in names}
     if isinstance(value, Scales):
-        return tuple(getattr(value, name) for name in STATE), {}
+        return tuple(getattr(value, name) for name in VIEWS), {}
     if isinstance(value, ScalingState):
         return (value.scale, value.history, value.used, value.limit), {}
     if isinstance(value, Sink):

@@ -18,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, the project is not
 
-from te_core.kernels import loader  # noqa: E402
+from te_core.kernels import compiler  # noqa: E402
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
-Job = tuple[str, dict[str, loader.Constant], str]  # file, constants, architecture
+Job = tuple[str, dict[str, compiler.Constant], str]  # file, constants, architecture
 Outcome = tuple[float, int, str]  # seconds, bytes of the cubin, the compiler's complaint (empty if it compiled)
 
 
@@ -31,7 +31,7 @@ def build(job: Job) -> Outcome:
     name, constants, arch = job
     start, size, error = time.perf_counter(), 0, ""
     try:
-        size = len(loader.compile_source(name, constants, arch))
+        size = len(compiler.compile_source(name, constants, arch))
     except Exception as failed:  # whatever went wrong belongs beside the file's name; the other files go on
         error = f"{type(failed).__name__}: {failed}"
     return time.perf_counter() - start, size, error
@@ -62,11 +62,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     given = parser.parse_args()
     names = given.names or sorted(path.stem for path in (ROOT / "te_core" / "kernels").glob("*.cu"))
-    only = {name: loader.only_architecture(name) for name in names}
+    only = {name: compiler.only_architecture(name) for name in names}
     jobs: list[Job] = [
         (name, constants, arch)
         for name in names
-        for constants in loader.compile_checks(name)
+        for constants in compiler.compile_checks(name)
         for arch in ([only[name]] if only[name] else given.arch or ARCHS)
     ]
     start, good = time.perf_counter(), True

@@ -12,7 +12,7 @@ import inspect
 import keyword
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,7 @@ BASE = "_FourPartError"  # of te_core.errors: every error that a user meets deri
 _ALSO = re.compile(r" Also |; an? \w+, as documented|: programs guard")  # said in the last column
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*")
 PARTS = ("operation", "got", "allowed", "do")
+Named = Sequence[tuple[str, ast.expr]]
 
 
 @cache
@@ -48,15 +49,33 @@ def classes() -> dict[str, tuple[str, list[str], str]]:
     return {name: found[name] for name in ours if name != BASE}
 
 
-def said(node: ast.expr | None) -> str:
-    """What a part of a message says, "..." for what only the call knows."""
+def said(node: ast.expr | None, named: Named = ()) -> str:
+    """What a part of a message says, "..." for what only the call knows. `named`: texts that have names by then."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(map(said, node.values))
+        return "".join(said(part, named) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return said(node.value if isinstance(node.value, ast.Name) else None, named)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return said(node.left) + said(node.right)
-    return "..."
+        return said(node.left, named) + said(node.right, named)
+    places = [i for i, (name, _) in enumerate(named) if isinstance(node, ast.Name) and name == node.id]
+    return said(named[places[-1]][1], named[: places[-1]]) if places else "..."
+
+
+def named_before(function: ast.FunctionDef, line: int) -> Named:
+    """What names have been given in a function before this line, in order."""
+    found: list[tuple[int, str, ast.expr]] = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            sum_ = ast.BinOp(ast.Name(node.target.id), node.op, node.value)
+            found.append((node.lineno, node.target.id, sum_))
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs = zip(target.elts, value.elts, strict=False) if several else [(target, value)]  # type: ignore[attr-defined]
+            found += [(node.lineno, one.id, part) for one, part in pairs if isinstance(one, ast.Name)]
+    return [(name, value) for at, name, value in sorted(found, key=lambda one: one[0]) if at < line]
 
 
 def declared(call: ast.Call) -> Iterator[tuple[str, str]]:
@@ -90,19 +109,21 @@ def causes() -> dict[str, dict[tuple[str, str], str]]:
     """Class -> (what is allowed, what to do) -> the operation, or the part that raises where only the call knows it."""
     found: dict[str, dict[tuple[str, str], str]] = {name: {} for name in classes()}
     for module, tree in trees().items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        inside = {id(node): function for function in functions for node in ast.walk(function)}  # the innermost one
         for node in ast.walk(tree):
-            marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-            for call in [one for one in marks if isinstance(one, ast.Call)]:
-                by = ast.unparse(call.func)
-                if by in ("operation", "rules"):
-                    place = getattr(node, "name", "") if by == "operation" else f"in `{module}`"
+            for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                by = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+                if isinstance(call, ast.Call) and by in ("operation", "rules"):
+                    place = node.name if by == "operation" else f"in `{module}`"
                     found["ArgumentError"] |= dict.fromkeys(declared(call), place)
             name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
             kind, *first = shortened().get((module, name), [ast.Name(name)])
             if isinstance(node, ast.Call) and (name := getattr(kind, "id", "")) in found:
                 parts = [*first, *node.args]
                 given = dict(zip(PARTS, parts, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}
-                operation, allowed, do = (said(given.get(part)) for part in ("operation", "allowed", "do"))
+                named = named_before(inside[id(node)], node.lineno) if id(node) in inside else ()
+                operation, allowed, do = (said(given.get(part), named) for part in ("operation", "allowed", "do"))
                 if "..." not in (allowed, do):  # else the call that raises is handed the text
                     place = f"in `{'.'.join(module.split('.')[:3])}`"
                     found[name].setdefault((allowed, do), place if operation.startswith("...") else operation)

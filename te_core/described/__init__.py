@@ -81,15 +81,10 @@ class Describer:
             if base not in _done:
                 _done.add(base)
                 for name, value in vars(base).items():
-                    if name[0] != "_" or name == "__call__":
-                        self._member(base.__name__, name, value)
-
-    def _member(self, owner: str, name: str, value: Any) -> None:
-        """Of a class: a method, or something else."""
-        if type(value) in (classmethod, staticmethod):
-            value = value.__func__
-        if type(value) is FunctionType and value.__module__.startswith("te_"):  # no default of a dataclass's field
-            self._function(value, f"{owner}.{name}", name)
+                    made = value.__func__ if type(value) in (classmethod, staticmethod) else value
+                    method = type(made) is FunctionType and made.__module__.startswith("te_")  # no default of a field
+                    if method and (name[0] != "_" or name == "__call__"):
+                        self._function(made, f"{base.__name__}.{name}", name)
 
     def _constructor(self, cls: type, ours: Sequence[type]) -> None:
         """In the docstring of the class, which tools read, and in the constructor's own."""

@@ -6,15 +6,14 @@ import atexit
 import ctypes
 import itertools
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from te_core import cache
+from te_core import program
 from te_core.calls import Call
 from te_core.embed import recorded
-from te_core.embed.layers import Host, Opened, State, read
+from te_core.embed.layers import Host, Opened, State, alike, read
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tape.program_file import pack
 from te_core.tensor import CPU, Tensor
@@ -72,18 +71,20 @@ def _drop(number: int, *_: int) -> Answer:
 # ------------------------------------------------------------------------------------------------------- on the CPU
 
 
-class Kept:
-    """What a forward on the CPU has saved."""
+class Kept(NamedTuple):
+    """A forward on the CPU, and what it has saved."""
 
-    def __init__(self, layer: Opened, call: Call, given: list[Tensor | None], made: Any) -> None:
-        self.layer, self.call, self.given = layer, call, given
-        self.outputs, self.saved = made
+    layer: Opened
+    call: Call
+    given: list[Tensor | None]
+    outputs: tuple[Tensor, ...]
+    saved: Any
 
 
 def _put(layer: Opened, operation: str, named: list[tuple[str, Tensor | None, Any, Tensor | None]]) -> None:
     """Results into tensors of the caller's, all or none; memory for those that have none."""
     for name, value, place, t in named:
-        if (value is None) != (place is None) or (value is not None and t is not None and not _alike(value, t)):
+        if (value is None) != (place is None) or (value is not None and t is not None and not alike(value, t)):
             allowed = f"{value!r}, dense" if value is not None else "NULL: there is no such result"
             raise ArgumentError(operation, f"{name} = {t!r}", allowed, "correct the tensor")
     taken = []
@@ -103,10 +104,6 @@ def _put(layer: Opened, operation: str, named: list[tuple[str, Tensor | None, An
             ctypes.memmove(place.data + place.byte_offset, host.ctypes.data, value.nbytes)
 
 
-def _alike(value: Tensor, t: Tensor) -> bool:
-    return value.shape == t.shape and value.dtype is t.dtype and t.is_contiguous
-
-
 def _forward(
     number: int, scaling: int, inputs: int, count: int, outputs: int, places: int, keep: int, *_: int
 ) -> Answer:
@@ -120,7 +117,7 @@ def _forward(
         got, do = f"{places} outputs", "pass as many"
         raise ArgumentError(layer.name, got, f"{len(made[0])}, which its options ask for", do)
     _put(layer, layer.name, list(zip(layer.named.layer.outputs, made[0], into, tensors, strict=False)))
-    return (_number(Kept(layer, call, given, made)) if keep else 0,), ()
+    return (_number(Kept(layer, call, given, *made)) if keep else 0,), ()
 
 
 def _backward(number: int, scaling: int, dy: int, count: int, gradients: int, places: int, *_: int) -> Answer:
@@ -175,7 +172,6 @@ def _record_update(host: int, scalings: int, count: int, *_: int) -> Answer:
 
 def _save(number: int, path: int, *_: int) -> Answer:
     layer: Opened = _things[number]
-    where = _text(path) or ""
     if layer.host.device is CPU:
         do = "save a layer of a runtime on a GPU"
         raise UnsupportedError("te_layer_save", "a layer on the CPU", "layers on a GPU, whose calls are recorded", do)
@@ -184,9 +180,7 @@ def _save(number: int, path: int, *_: int) -> Answer:
             raise ArgumentError("te_layer_save", "a layer that was not called", "layers with calls", "call te_forward")
         recorded.add_update(layer)
         content = pack(layer.program)
-    if not cache.write(Path(where).absolute(), content):
-        allowed, do = "a path in a folder that may be written to", "choose another path"
-        raise ArgumentError("te_layer_save", f"path={where!r}, which cannot be written", allowed, do)
+    program.write("te_layer_save", _text(path) or "", content)
     return (), ()
 
 

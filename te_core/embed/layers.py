@@ -85,9 +85,8 @@ class Opened:
         if not isinstance(self.needs, list) or not set(map(str, self.needs)) <= set(gradients):
             raise ArgumentError(_OPEN, f"needs={self.needs!r}", f"a list of {', '.join(gradients)}", "correct needs")
         self.options = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
-        for option in [
-            n for n in self.options if n in self.named.layer.options and self.named.layer.options[n].implied
-        ]:
+        known = self.named.layer.options
+        for option in [n for n in self.options if n in known and known[n].implied]:
             raise ArgumentError(_OPEN, f"an option {option!r}", "options that no shape says", "leave it out")
         settled = self.named.layer.settled(_OPEN, self.options)
         settled |= {"stream": True} if "stream" in settled else {}  # a residual may come with a call
@@ -149,14 +148,11 @@ class State:
 
     def __init__(self, layer: Opened) -> None:
         self.layer = layer
-        rt = layer.host.runtime()
-        precision = layer.precision
-        self.states = (
-            new_states(rt, precision, len(layer.named.layer.products))
-            if precision is not None and layer.history
-            else ()
-        )
-        self.scales = views_of(self.states) if self.states else None
+        self.states: tuple[Any, ...] = ()
+        self.scales: Any = None
+        if layer.precision is not None and layer.history:
+            self.states = new_states(layer.host.runtime(), layer.precision, len(layer.named.layer.products))
+            self.scales = views_of(self.states)
         layer.state = self
 
     def tensors(self) -> list[Tensor]:
@@ -192,36 +188,33 @@ def _recipe(said: Any) -> Recipe | None:
     if said is None:
         return None
     name, fields = next(iter(said.items())) if isinstance(said, dict) and len(said) == 1 else (said, {})
-    known = {
-        n: k for n, k in vars(recipes).items() if isinstance(k, type) and issubclass(k, Recipe) and k is not Recipe
-    }
-    known.pop("CustomRecipe")
+    known = {n: k for n, k in vars(recipes).items() if isinstance(k, type) and issubclass(k, Recipe)}
+    del known["Recipe"], known["CustomRecipe"]
     if not isinstance(name, str) or name not in known or not isinstance(fields, dict):
         raise ArgumentError(_OPEN, f"recipe = {said!r}", ", ".join(known), "name one, or {name: {field: value}}")
-    named = {
-        n: recipes.Format[v] if n == "fp8_format" and v in recipes.Format.__members__ else v for n, v in fields.items()
-    }
+    formats = recipes.Format.__members__
+    named = {n: formats[v] if n == "fp8_format" and v in formats else v for n, v in fields.items()}
     made: Recipe = known[name](**named)
     return made
 
 
 def read(pointers: int, count: int, device: Any) -> tuple[list[Any], list[Tensor | None]]:
     """(DLTensors, and tensors over their memory) by the addresses of DLTensors; None where there is none."""
-    found: list[Any] = []
-    tensors: list[Tensor | None] = []
-    for at in (ctypes.c_void_p * count).from_address(pointers) if count else ():
-        t = _DLTensor.from_address(at) if at else None
-        found.append(t)
-        tensors.append(None if t is None else _tensor(t, device))
-    return found, tensors
+    addresses = (ctypes.c_void_p * count).from_address(pointers) if count else ()
+    found = [_DLTensor.from_address(at) if at else None for at in addresses]
+    return found, [None if t is None else _tensor(t, device) for t in found]
+
+
+def alike(like: Tensor, t: Tensor) -> bool:
+    """Whether a tensor of the caller's can hold what is like this one."""
+    return t.shape == like.shape and t.dtype is like.dtype and t.is_contiguous
 
 
 def _tensor(t: Any, device: Any) -> Tensor:
     shape = tuple(t.shape[: t.ndim]) if t.ndim else ()
     strides = tuple(t.strides[: t.ndim]) if t.ndim and t.strides else None
-    made = Tensor(
-        (t.data or 0) + t.byte_offset, shape, dtypes.from_dlpack(t.code, t.bits, t.lanes), device, None, strides
-    )
+    dtype = dtypes.from_dlpack(t.code, t.bits, t.lanes)
+    made = Tensor((t.data or 0) + t.byte_offset, shape, dtype, device, None, strides)
     if made.is_contiguous:
         made.strides = None
     made.owner = made.shape  # something that lives: the memory is the caller's

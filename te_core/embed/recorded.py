@@ -12,22 +12,22 @@ from typing import Any
 
 from te_core import symbols
 from te_core.calls import Call
-from te_core.embed.layers import Host, Opened, State
+from te_core.embed.layers import Host, Opened, State, alike
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.functional.scaling import views_of
 from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState
 from te_core.program import Example, said, tape_of
 from te_core.runtime import Runtime
+from te_core.tape.hosted import at_place, place_of
 from te_core.tape.program import add_entry
 from te_core.tape.program_file import Entry, Program, pack
 from te_core.tape.tape import Tape
-from te_core.tape.walk import exchanged
+from te_core.tape.walk import tensors_of
 from te_core.tensor import Tensor
 
 OF_STATE, OF_GRADIENT, OF_SLOT, STATES = 64, 96, 128, 6
 Lows = dict[int, int]
-_SHIFT = 40
 
 
 def _alignment(tensors: Iterable[Tensor | None]) -> int:
@@ -36,7 +36,7 @@ def _alignment(tensors: Iterable[Tensor | None]) -> int:
 
 def _stand_in(number: int, like: Tensor) -> Tensor:
     """A tensor at an address that says the number, aligned as this one."""
-    at = (number + 1 << _SHIFT) + (_alignment([like]) & 255)
+    at = place_of(number) + (_alignment([like]) & 255)
     return Tensor(at, like.shape, like.dtype, like.device, like.shape, like.strides)
 
 
@@ -76,12 +76,11 @@ class _Recorded:
     ) -> None:
         function, arguments, options = call
         self.tape: Tape = tape_of(name, Example(rt, function, tuple(arguments), options))
-        self._given: list[Tensor] = []
-        exchanged([*arguments, *options.values()], lambda t: self._given.append(t) or t)  # type: ignore[func-returns-value]
+        self._given = tensors_of([*arguments, *options.values()])
         self._index, self._lows, first = rt.device.index, lows, len(self._given)
         numbers = range(OF_SLOT + first, OF_SLOT + len(self.tape.slots))
         self.lows = lows | dict.fromkeys(numbers, rt.alignment & 255)
-        at = [t.ptr for t in self._given] + [(n + 1 << _SHIFT) + self.lows[n] for n in numbers]
+        at = [t.ptr for t in self._given] + [place_of(n) + self.lows[n] for n in numbers]
         self.result = self.tape.result(at, [*self._given, *[object()] * len(numbers), ()])
 
     def added(self, program: Program, name: str, call: str, results: Sequence[str] | None = None) -> Entry:
@@ -98,9 +97,9 @@ class _Recorded:
         program, words = Program(), []
         self.added(program, "call", "{}")
         for t in self._given:
-            number, offset = divmod(t.ptr, 1 << _SHIFT)
-            words += [number - 1, offset - self._lows.get(number - 1, 0)]
-        places = {(t.ptr >> _SHIFT) - 1 - OF_SLOT: (index, t) for index, t in results}
+            number, offset = at_place(t.ptr)
+            words += [number, offset - self._lows.get(number, 0)]
+        places = {at_place(t.ptr).number - OF_SLOT: (index, t) for index, t in results}
         outputs = [i for i in range(self.tape.inputs, len(self.tape.slots)) if i in self.tape.kept]
         for slot in outputs:
             words += [OF_SLOT + slot, -1, 0, 0, 0]
@@ -125,14 +124,17 @@ class Forward:
         if self._scales:
             assert state is not None
             self._scales = {"scales": views_of(_states(state.states, OF_STATE))}
-        plain, spec = self._call.forward.function, self._call.spec
+        taped, spec = self._call.forward, self._call.spec
+        plain = taped.function
 
         @wraps(plain)
         def forward(rt: Any, *arguments: Any, **options: Any) -> Any:
             outputs, saved = plain(rt, *arguments, spec=spec, **options)
             return tuple(_apart(rt, outputs)), saved
 
-        _refuse(self._call.forward)
+        if taped.reason:  # what no recording holds
+            do = "call te_core in Python"
+            raise UnsupportedError(taped.name, taped.reason, "calls that te_core records", do)
         made = _Recorded(rt, f"{layer.name} forward", (forward, arguments, self._scales), lows)
         self.outputs, self._saved = made.result
         self._lows = made.lows
@@ -164,12 +166,6 @@ class Forward:
             said_so = said(Example(rt, call, (), backward=True))
             made.added(layer.program, "backward", said_so, [f"grad.{name}" for name in wanted])
         return made.plan(results)
-
-
-def _refuse(taped: Any) -> None:
-    """What no recording holds."""
-    if taped.reason:
-        raise UnsupportedError(taped.name, taped.reason, "calls that te_core records", "call te_core in Python")
 
 
 def narrowed(
@@ -228,10 +224,7 @@ def gradients_of_outputs(
 ) -> list[Tensor | None]:
     """As a layer's backward takes them."""
     right = len(given) <= len(outputs) and bool(given) and given[0] is not None
-    for t, y in zip(given, outputs, strict=False):
-        right = right and (t is None or (t.shape == y.shape and t.dtype is y.dtype and t.is_contiguous))
-    if not right:
+    if not right or not all(t is None or alike(y, t) for t, y in zip(given, outputs, strict=False)):
         allowed = f"gradients like the outputs {list(outputs)}; NULL behind the first for those that were not used"
         raise ArgumentError(f"{layer.name} backward", f"gradients {list(given)}", allowed, "correct them")
-    places = len(layer.named.layer.outputs) + (layer.name == "attention")  # whose second output is not offered
-    return [*given, *[None] * (places - len(given))]
+    return [*given, *[None] * (layer.named.results - len(given))]

@@ -19,7 +19,7 @@ from te_core.dlpack import from_dlpack
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.quantized import QuantizedTensor
-from te_core.runtime import Runtime
+from te_core.runtime import ByStream, Runtime
 from te_core.tensor import CPU, Device, ReadOnly, Tensor, cuda_device, from_numpy
 
 _MOST_STREAMS = 64  # of a device whose runtimes are kept
@@ -47,12 +47,9 @@ def read(operation: str, name: str, array: Any) -> Tensor:
     except ArgumentError as error:
         raise ArgumentError(operation, f"{name}: {error.got}", error.allowed, error.do) from error
     except Exception as error:  # a library's own
-        raise ArgumentError(
-            operation,
-            f"{name} of type {type(array).__name__}, which says {str(error)[:200]!r}",
-            "arrays of NumPy, CuPy, torch or JAX, te_core.Tensors, and what speaks DLPack",
-            "pass an array whose memory can be read",
-        ) from error
+        got = f"{name} of type {type(array).__name__}, which says {str(error)[:200]!r}"
+        allowed = "arrays of NumPy, CuPy, torch or JAX, te_core.Tensors, and what speaks DLPack"
+        raise ArgumentError(operation, got, allowed, "pass an array whose memory can be read") from error
 
 
 # ---------------------------------------------------------------------------------------------------- NumPy
@@ -135,7 +132,7 @@ def _kept(device: Device, memory: Any, stream: int) -> Runtime:
 # ---------------------------------------------------------------------------------------------------- CuPy
 
 
-class _CupyMemory:
+class _CupyMemory(ByStream):
     """Memory of CuPy's pool for the stream that is CuPy's current one."""
 
     alignment = 256
@@ -158,10 +155,6 @@ class _CupyMemory:
         with self.cupy.cuda.Device(self.device.index):
             self.cupy.cuda.ExternalStream(stream).synchronize()
 
-    def beside(self, stream: int) -> _CupyMemory:
-        """Itself."""
-        return self
-
 
 def _read_cupy(array: Any) -> Tensor:
     dtype, shape = dtypes.dtype(array.dtype), array.shape
@@ -174,9 +167,8 @@ def _read_cupy(array: Any) -> Tensor:
 
 
 def _cupy_runtime(device: Device) -> Runtime:
-    return _kept(
-        device, _CupyMemory, 0 if device is CPU else sys.modules["cupy"].cuda.get_current_stream(device.index).ptr
-    )
+    cuda = sys.modules["cupy"].cuda
+    return _kept(device, _CupyMemory, 0 if device is CPU else cuda.get_current_stream(device.index).ptr)
 
 
 def _give_cupy(tensor: Tensor) -> Any:
@@ -189,7 +181,7 @@ def _give_cupy(tensor: Tensor) -> Any:
 # ---------------------------------------------------------------------------------------------------- torch
 
 
-class _TorchMemory:
+class _TorchMemory(ByStream):
     """Memory of torch's allocator."""
 
     alignment = 16
@@ -211,10 +203,6 @@ class _TorchMemory:
         """As torch has it."""
         if self.device is not CPU and isinstance(tensor.memory, self.torch.Tensor):
             tensor.memory.record_stream(self.torch.cuda.ExternalStream(stream, self.device.index))
-
-    def beside(self, stream: int) -> _TorchMemory:
-        """Itself."""
-        return self
 
 
 def _read_torch(array: Any) -> Tensor:

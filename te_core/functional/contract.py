@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,7 @@ class Contract:
         """One argument fits the table and those before it."""
         if t.dtype not in self._dtypes(argument) and not isinstance(t, QuantizedTensor):
             allowed = " or ".join(d.name for d in self._dtypes(argument))
-            self._refuse(
-                name,
-                t,
-                allowed,
-                f"convert {name} to one of these types" if "or" in allowed else f"convert {name} to {allowed}",
-            )
+            self._refuse(name, t, allowed, f"convert {name} to {'one of these types' if 'or' in allowed else allowed}")
         if self.first is None:
             self.first = t.dtype
         self._check_shape(argument, name, t)
@@ -88,11 +83,8 @@ class Contract:
                     continue
             right = right and self.sizes.setdefault(letter, size) == size
         if not right:
-            known = ", ".join(
-                f"{k} = {self.sizes[k]}"
-                for k in dict.fromkeys(s[s.find("|") + 1 :] for s in letters)
-                if k in self.sizes
-            )
+            named = dict.fromkeys(s[s.find("|") + 1 :] for s in letters)
+            known = ", ".join(f"{k} = {self.sizes[k]}" for k in named if k in self.sizes)
             allowed = f"[{', '.join(letters)}]" + f" with {known}" * bool(known)
             self._refuse(name, t, allowed, f"correct the shape of {name}, or of what came before it")
 
@@ -109,12 +101,8 @@ def check_offsets(operation: str, name: str, t: Tensor, most: int) -> None:
         return
     values = np.asarray(t.numpy())
     if not values.size or values[0] != 0 or (np.diff(values.astype(np.int64)) < 0).any() or values[-1] > most:
-        raise ArgumentError(
-            operation,
-            f"{name} = {values[:8].tolist()}",
-            f"running sums of lengths: 0 first, none less than the one before, none above {most}",
-            f"correct {name}",
-        )
+        allowed = f"running sums of lengths: 0 first, none less than the one before, none above {most}"
+        raise ArgumentError(operation, f"{name} = {values[:8].tolist()}", allowed, f"correct {name}")
 
 
 def check_row_map(operation: str, name: str, t: Tensor) -> None:
@@ -132,17 +120,3 @@ def check_row_map(operation: str, name: str, t: Tensor) -> None:
     if not right:
         do = "pass the map that moe_permute gave for these tokens"
         raise ArgumentError(operation, f"{name} = {t!r} with rows or experts that there are not", "a map of rows", do)
-
-
-def check_all(contract: Contract, arguments: Sequence[tuple[Argument, Any]]) -> None:
-    """All arguments that are there fit the table and one another."""
-    for argument, value in arguments:
-        if value is None:
-            continue
-        if argument.several:
-            for i, part in enumerate(value):
-                if part is not None:
-                    contract.check(argument, f"{argument.name}[{i}]", part)
-        else:
-            contract.check(argument, argument.name, value)
-    contract.finish()

@@ -93,12 +93,9 @@ class Function(Named):
         optional, empty = Parameter.KEYWORD_ONLY, Parameter.empty
         first = next((i for i, a in enumerate(arguments) if a.optional), len(arguments))
         kinds = [
-            Parameter(
-                a.name,
-                Parameter.POSITIONAL_OR_KEYWORD if i <= first else optional,
-                default=None if a.optional else empty,
-            )
+            Parameter(a.name, place, default=None if a.optional else empty)
             for i, a in enumerate(arguments)
+            for place in [Parameter.POSITIONAL_OR_KEYWORD if i <= first else optional]
         ]
         self._positional = tuple(p.name for p in kinds if p.kind is not optional)
         more = [Parameter(n, optional, default=o.default) for n, o in self.layer.options.items() if not o.implied]
@@ -132,8 +129,10 @@ class Function(Named):
         sizes = options.pop(_SIZES, None)
         tensors = self._read(arrays)
         where = self._where(arrays, tensors, rt)
-        if not self.layer.products:
-            self._refuse_recipe(recipe, scaling, quantized)
+        for option, value in zip(_OF_PRODUCTS, (recipe, scaling, quantized), strict=True):
+            if not self.layer.products and value is not None:
+                allowed = "recipes for layers with weights that are multiplied"
+                raise ArgumentError(op, f"{option}=", allowed, f"leave {option} out")
         precision = precision_of(op, recipe)
         settled = self.check(tensors, options, precision, where.rt)
         for name, most in self.offsets(tensors, settled):
@@ -142,7 +141,10 @@ class Function(Named):
         options |= self.implied(tensors, options, where.rt)
         made = call(op, options, tensors[self.layer.arguments[0].name].dtype, wanted, recipe)
         keywords: dict[str, Any] = {}
-        weights = self._weights(tensors)
+        # The weight of each product, by the name that `quantized` and `into` have for it.
+        weights = {name: tensors[name] for name in self.layer.products}
+        if self.several:
+            weights = {f"{self.several}{i}": w for i, w in enumerate(tensors[self.several])}
         scales = check_scaling(op, scaling, precision, where.rt, len(weights)) if self.layer.products else None
         if scales is not None:
             keywords["scales"] = scales
@@ -212,18 +214,6 @@ class Function(Named):
         waits = device is not CPU and any(library_of(array).waits for array in _each(arrays.values()))
         return Where(home.runtime(device) if rt is None else rt, home, waits)
 
-    def _refuse_recipe(self, *given: Any) -> None:
-        for name, value in zip(_OF_PRODUCTS, given, strict=True):
-            if value is not None:
-                allowed = "recipes for layers with weights that are multiplied"
-                raise ArgumentError(self.__name__, f"{name}=", allowed, f"leave {name} out")
-
-    def _weights(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The weight of each product, by the name that `quantized` and `into` have for it."""
-        if self.several:
-            return {f"{self.several}{i}": w for i, w in enumerate(tensors[self.several])}
-        return {name: tensors[name] for name in self.layer.products}
-
     def _groups(self, sizes: Any, rows: int, count: int) -> Groups:
         right = isinstance(sizes, (list, tuple)) and len(sizes) == count
         if not right or not all(type(n) is int and n >= 0 for n in sizes) or sum(sizes) != rows:
@@ -289,7 +279,7 @@ class Back:
             allowed, do = "one backward for each forward", "pass keep=True to all but the last, or call forward again"
             raise ArgumentError(op, f"a call of a layer that {self._why}", allowed, do)
         where, made = self._where, kept.call
-        given = self._gradients_of_outputs(op, dy, kept)
+        grads = self._gradients_of_outputs(op, dy, kept)
         keywords = dict(kept.keywords)
         if accumulate and into is None:
             do = "pass the arrays that are added to"
@@ -303,9 +293,16 @@ class Back:
         if not keep:
             self._kept, self._why = None, "has had its backward"
             del kept
-        outputs = made.backward(where.rt, *given, saved, **keywords)
+        outputs = made.backward(where.rt, *grads, saved, **keywords)
         del saved
-        return self._named(function, made, outputs, into or {})
+        given, wanted, into = where.give(*outputs), made.asked.needs, into or {}
+        if function.several:
+            count = made.asked.options["num_gemms"]
+            weights = [into.get(f"weight{i}", g) for i, g in enumerate(given[1 : 1 + count])]
+            found = {"x": given[0], "weight": weights, "bias": given[1 + count :]}
+            return {n: found[n] for n in found if n in wanted}
+        by_name = zip(function.gradients, given, strict=False)
+        return {n: into[n] if g is None and n in into else g for n, g in by_name if n in wanted}
 
     def _gradients_of_outputs(self, op: str, dy: Any, kept: Kept) -> list[Tensor | None]:
         count, several = len(kept.outputs), len(kept.outputs) > 1
@@ -318,16 +315,13 @@ class Back:
         for i, part in enumerate(parts):
             shape, dtype = kept.outputs[i]
             t, rt = None if part is None else read(op, "dy", part), self._where.rt
-            if t is not None and (
-                t.shape != shape or t.dtype is not dtype or not t.is_contiguous or t.device is not rt.device
-            ):
+            like = t is None or (t.shape == shape and t.dtype is dtype and t.is_contiguous)
+            if t is not None and not (like and t.device is rt.device):
                 allowed = f"a dense array {shape} of {dtype} on {rt.device}, as the output is"
                 do = "convert dy (reshape, astype, ascontiguousarray)"
                 raise ArgumentError(op, f"dy = {t!r}", allowed, do)
             found.append(t)
-        layer = kept.call.layer
-        places = len(layer.outputs) + (layer.name == "attention")  # whose second output is not offered
-        return found + [None] * (places - len(found))
+        return found + [None] * (self._function.results - len(found))
 
     def _into(self, op: str, into: Mapping[str, Any] | None, accumulate: bool, kept: Kept) -> dict[str, Sink]:
         wanted = kept.call.asked.needs
@@ -345,24 +339,12 @@ class Back:
             kinds = (dtypes.float32, kept.call.asked.dtype if isinstance(weight, QuantizedTensor) else weight.dtype)
             right = tuple(t.shape) == tuple(weight.shape) and t.dtype in kinds and t.is_contiguous and t.writable
             if not right or t.device is not self._where.rt.device:
-                allowed = (
-                    f"a dense array {weight.shape} of {' or '.join(d.name for d in dict.fromkeys(kinds))} to write to"
-                )
+                types = " or ".join(d.name for d in dict.fromkeys(kinds))
+                allowed = f"a dense array {weight.shape} of {types} to write to"
                 got = f"into[{name!r}] = {t!r}" + ("" if t.writable else " in read-only memory")
                 raise ArgumentError(op, got, allowed, "correct it, or leave it out")
             found[name] = Sink(t, bool(accumulate))
         return found
-
-    def _named(self, function: Function, made: Call, outputs: Any, into: Mapping[str, Any]) -> dict[str, Any]:
-        """What the core gave, by the names of arguments, as arrays."""
-        given, wanted = self._where.give(*outputs), made.asked.needs
-        if function.several:
-            count = made.asked.options["num_gemms"]
-            weights = [into.get(f"weight{i}", g) for i, g in enumerate(given[1 : 1 + count])]
-            found = {"x": given[0], "weight": weights, "bias": given[1 + count :]}
-            return {n: found[n] for n in found if n in wanted}
-        named = zip(function.gradients, given, strict=False)
-        return {n: into[n] if g is None and n in into else g for n, g in named if n in wanted}
 
     def __repr__(self) -> str:
         return f"<backward of {self._function.__name__}, {'ready' if self._kept else 'done'}>"

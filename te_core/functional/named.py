@@ -11,7 +11,7 @@ from te_core import dtypes
 from te_core.calls import Call
 from te_core.errors import ArgumentError
 from te_core.functional.arrays import read
-from te_core.functional.contract import Contract, check_all, check_row_map
+from te_core.functional.contract import Contract, check_row_map
 from te_core.layers.entries import Layer
 from te_core.precision import Precision
 from te_core.runtime import Runtime
@@ -26,6 +26,7 @@ class Named:
         self.arguments = {a.name: a for a in layer.offered()}
         self.gradients = tuple(a.name for a in layer.arguments)  # of backward's results, by place
         self.several = next((a.name for a in layer.offered() if a.several), None)  # the weights of several products
+        self.results = len(layer.outputs) + (layer.name == "attention")  # whose second output is not offered
         draws = sum(a.dtypes == "draws" for a in layer.arguments)
         self.pairs = (2,) if draws <= 2 else (draws, 2)  # the shape of its random numbers, if it draws any
 
@@ -35,7 +36,12 @@ class Named:
         """All options; what tensors are fits them. No value is read."""
         settled = self.layer.settled(self.layer.name, options)
         contract = Contract(self.layer.name, rt.device, settled, precision is not None)
-        check_all(contract, [(a, tensors[a.name]) for a in self.arguments.values()])
+        for name, argument in self.arguments.items():
+            parts = tensors[name] or () if argument.several else [tensors[name]]
+            for i, part in enumerate(parts):
+                if part is not None:
+                    contract.check(argument, f"{name}[{i}]" if argument.several else name, part)
+        contract.finish()
         kind = settled.get("normalization")
         for name in [n for n in self.arguments if n.endswith("layer_norm_bias") and kind is not None]:
             without = tensors[name] is None
@@ -55,18 +61,17 @@ class Named:
 
     def offsets(self, tensors: Mapping[str, Any], settled: Mapping[str, Any]) -> list[tuple[str, int]]:
         """Running sums of lengths, and what they may come to."""
-        found = [n for n in self.arguments if n.startswith("cu_seqlens") and tensors[n] is not None]
-        return [(name, self._tokens(name, tensors, settled)) for name in found]
-
-    def _tokens(self, name: str, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> int:
-        """How many tokens running sums may come to."""
-        if self.layer.name == "softmax":
-            b, _, q, kv = tensors["x"].shape
-            return int(b * (kv if "kv" in name else q))
-        first = self.layer.arguments[0].name
-        shape = tensors["k" if "kv" in name else first].shape
-        form = options.get("qkv_format") or options["tensor_format"]
-        return int(shape[0]) if form == "thd" else int(np.prod(shape[:2]))
+        found = []
+        for name in [n for n in self.arguments if n.startswith("cu_seqlens") and tensors[n] is not None]:
+            if self.layer.name == "softmax":
+                b, _, q, kv = tensors["x"].shape
+                tokens = b * (kv if "kv" in name else q)
+            else:
+                shape = tensors["k" if "kv" in name else self.layer.arguments[0].name].shape
+                form = settled.get("qkv_format") or settled["tensor_format"]
+                tokens = shape[0] if form == "thd" else np.prod(shape[:2])
+            found.append((name, int(tokens)))
+        return found
 
     def wanted(self, needs: Iterable[str] | None, tensors: Mapping[str, Any]) -> frozenset[str]:
         """The arguments whose gradients are wanted: `needs`, or all that have one."""

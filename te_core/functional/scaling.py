@@ -55,9 +55,8 @@ class Scaling:
         layer = getattr(function, "layer", None)
         if not isinstance(layer, Layer) or not layer.products:
             allowed = "te.linear, te.transformer_layer, or another function with weights that are multiplied"
-            raise ArgumentError(
-                "Scaling", f"function = {function!r}", allowed, "pass the function that takes this state"
-            )
+            do = "pass the function that takes this state"
+            raise ArgumentError("Scaling", f"function = {function!r}", allowed, do)
         precision = precision_of("Scaling", recipe)
         if precision is None:
             raise ArgumentError("Scaling", "recipe = None", "a recipe", "leave scaling out where there is no recipe")
@@ -71,17 +70,13 @@ class Scaling:
         self.states: tuple[ScalingState, ...] = ()
         self._tensors: dict[str, Tensor] = {}
         self._arrays: dict[str, Any] = {}
-        if precision.history is not None:
-            self._make(like, precision)
-
-    def _make(self, like: Any, precision: Precision) -> None:
-        home = library_of(like)
-        self.device = read("Scaling", "like", like).device
-        self._home = home
-        self.states = new_states(home.runtime(self.device), precision, self.gemms)
-        for suffix, state in zip(("fwd", "bwd"), self.states, strict=True):
-            for name, t in ((f"scale_{suffix}", state.scale), (f"amax_history_{suffix}", state.history)):
-                self._tensors[name], self._arrays[name] = t, home.give(t)
+        if precision.history is None:
+            return
+        self._home, self.device = library_of(like), read("Scaling", "like", like).device
+        self.states = new_states(self.runtime(), precision, count)
+        tensors = [t for state in self.states for t in (state.scale, state.history)]
+        self._tensors = dict(zip(NAMES, tensors, strict=True))
+        self._arrays = {name: self._home.give(t) for name, t in self._tensors.items()}
         self.scales = views_of(self.states)
 
     def runtime(self) -> Runtime:
@@ -108,9 +103,8 @@ class Scaling:
         wanted = {name: t.shape for name, t in self._tensors.items()}
         if not isinstance(values, Mapping) or set(values) != set(wanted):
             got = f"{sorted(map(str, values))}" if isinstance(values, Mapping) else type(values).__name__
-            raise ArgumentError(
-                "Scaling.load", got, f"exactly {list(wanted)}", "pass what arrays() of such a state gave"
-            )
+            do = "pass what arrays() of such a state gave"
+            raise ArgumentError("Scaling.load", got, f"exactly {list(wanted)}", do)
         found = {}
         for name, shape in wanted.items():
             t = read("Scaling.load", name, values[name])

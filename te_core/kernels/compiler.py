@@ -24,6 +24,7 @@ Constant = str | int | bool
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
 _OPTIONS = re.compile(r"^//\s*options:\s*(.+)$", re.MULTILINE)
 _ARCHITECTURE = re.compile(r"^//\s*architecture:\s*(\S+)$", re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _CHECKS = re.compile(r"^//\s*compile-check:[ \t]*(.*)$", re.MULTILINE)
 
 _lock = RLock()  # one compilation at a time: threads that want the same kernel shall not build it twice
@@ -51,6 +52,40 @@ def only_architecture(name: str) -> str | None:
     return found and found.group(1)
 
 
+def only_read(name: str, entry: str, constants: Mapping[str, object], letters: str) -> tuple[bool, ...]:
+    """Which arguments a kernel only reads, by the `const` of its signature; `letters`: `te_core.kernels.loader.get`.
+
+    None of them, where the signature cannot be made out: to say that memory is written is the careful answer.
+    """
+    found = _parameters(name, entry, constants)
+    if [letter == "p" for letter in letters] != ["*" in one for one in found]:
+        return (False,) * len(letters)
+    return tuple("const " in one for one in found)
+
+
+def _parameters(name: str, entry: str, constants: Mapping[str, object]) -> list[str]:
+    text = _COMMENT.sub("", source_path(name).read_text())
+    begin = re.search(rf"__global__[^;{{]*?\b{re.escape(entry)}\(", text)
+    if begin is None:
+        return []
+    end, depth = begin.end(), 1
+    while depth and end < len(text):
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        end += 1
+    lines, kept = [], [True]
+    for line in text[begin.end() : end - 1].split("\n"):
+        word = line.strip()
+        if word.startswith("#if"):
+            kept.append(str(constants.get(word[3:].strip(), 0)) not in ("0", "False"))
+        elif word.startswith("#else"):
+            kept[-1] = not kept[-1]
+        elif word.startswith("#endif"):
+            kept.pop()
+        elif all(kept):
+            lines.append(line)
+    return [one.strip() for one in " ".join(lines).split(",")]
+
+
 def architecture(capability: tuple[int, int]) -> str:
     """What to compile for on a device: its own architecture, or the nearest that runs there.
 
@@ -63,12 +98,9 @@ def architecture(capability: tuple[int, int]) -> str:
         return f"sm_{max(same_major)}"
     older = [a for a in known if a <= wanted]
     if not older:
-        raise LibraryError(
-            "compile a kernel",
-            f"a device of compute capability {capability[0]}.{capability[1]}",
-            f"what NVRTC {_version()} compiles for: {', '.join(f'{a / 10}' for a in known)}",
-            "install an NVRTC that knows the device",
-        )
+        got = f"a device of compute capability {capability[0]}.{capability[1]}"
+        allowed = f"what NVRTC {_version()} compiles for: {', '.join(f'{a / 10}' for a in known)}"
+        raise LibraryError("compile a kernel", got, allowed, "install an NVRTC that knows the device")
     return f"compute_{max(older)}"
 
 
@@ -76,11 +108,8 @@ def options_for(source: str, constants: Mapping[str, Constant], arch: str) -> li
     """The whole command line but the include folders."""
     fixed = ["--std=c++17", f"--gpu-architecture={arch}"]
     extra = [option for line in _OPTIONS.findall(source) for option in line.split()]
-    return fixed + extra + [f"-D{name}={_spell(value)}" for name, value in sorted(constants.items())]
-
-
-def _spell(value: Constant) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
+    given = ((name, int(value) if isinstance(value, bool) else value) for name, value in sorted(constants.items()))
+    return fixed + extra + [f"-D{name}={value}" for name, value in given]
 
 
 def compile_source(name: str, constants: Mapping[str, Constant], arch: str) -> bytes:
@@ -171,12 +200,9 @@ def cuda_headers() -> list[Path]:
         if (place / "cuda_fp8.h").is_file():
             # A toolkit keeps <nv/target> apart, in the CCCL folder.
             return [place, place / "cccl"] if (place / "cccl").is_dir() else [place]
-    raise LibraryError(
-        "find the CUDA headers",
-        "cuda_fp8.h in none of " + ", ".join(map(str, places)),
-        "the headers of the nvidia-cuda-runtime wheel or of a CUDA toolkit",
-        f"{libraries.pip_install('CUDA headers')}, or set TE_CORE_CUDA_INCLUDE to the folder that holds cuda_fp8.h",
-    )
+    allowed = "the headers of the nvidia-cuda-runtime wheel or of a CUDA toolkit"
+    do = f"{libraries.pip_install('CUDA headers')}, or set TE_CORE_CUDA_INCLUDE to the folder that holds cuda_fp8.h"
+    raise LibraryError("find the CUDA headers", "cuda_fp8.h in none of " + ", ".join(map(str, places)), allowed, do)
 
 
 def _version() -> str:
@@ -204,7 +230,10 @@ def compile_text(source: str, title: str, options: list[str]) -> bytes:
         argv = (ctypes.c_char_p * len(command))(*(option.encode() for option in command))
         if lib.nvrtcCompileProgram(program, len(command), argv):
             log = _fetch(lib, program, "ProgramLog").decode(errors="replace").strip("\0\n")
-            raise _compile_error(title, options, log)
+            got = f"the errors below, with options {' '.join(options)}\n{log}\n"  # the log shows the lines at fault
+            do = "check the constants; if the kernel is unchanged, the CUDA headers may not match NVRTC "
+            do += f"{_version()} ({', '.join(map(str, cuda_headers()))})"
+            raise LibraryError(f"compile {title}", got, "a source that compiles", do)
         binary = any("gpu-architecture=sm_" in option for option in options)
         return _fetch(lib, program, "CUBIN" if binary else "PTX")
     finally:
@@ -224,13 +253,3 @@ def _check(lib: Any, status: int, call: str) -> None:
         lib.nvrtcGetErrorString.restype = ctypes.c_char_p
         text = (lib.nvrtcGetErrorString(status) or b"").decode()
         raise LibraryError(call, f"{text} ({status})", "success", "check the NVRTC installation with te_core.doctor")
-
-
-def _compile_error(title: str, options: list[str], log: str) -> LibraryError:
-    return LibraryError(  # the log shows the lines at fault
-        f"compile {title}",
-        f"the errors below, with options {' '.join(options)}\n{log}\n",
-        "a source that compiles",
-        "check the constants; if the kernel is unchanged, the CUDA headers may not match NVRTC "
-        f"{_version()} ({', '.join(map(str, cuda_headers()))})",
-    )

@@ -16,20 +16,10 @@ from typing import Any
 
 from te_core import libraries
 from te_core.errors import ArgumentError, LibraryError
-from te_core.kernels.compiler import (
-    Constant,
-    architecture,
-    cached,
-    compile_checks,
-    compile_source,
-    only_architecture,
-    source_path,
-)
+from te_core.kernels.compiler import Constant, architecture, cached, only_architecture
 from te_core.runtime import Runtime
 from te_core.symbols import STREAM, Patch, patches
 from te_core.tensor import Device, Tensor
-
-__all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "only_architecture", "source_path"]
 
 #: How each letter of `args` is packed. Every argument has eight bytes, so one array of addresses serves all kernels.
 _LETTERS = {"p": "Q", "q": "q", "i": "i4x", "f": "f4x", "b": "Q"}
@@ -56,13 +46,13 @@ class Arguments:
 class Kernel:
     """A compiled function on one device."""
 
-    __slots__ = ("_args", "_driver", "_function", "_launch", "_pack", "_shared", "made_of", "name")
+    __slots__ = ("_driver", "_function", "_launch", "_pack", "_shared", "letters", "made_of", "name")
 
     def __init__(self, name: str, function: int, args: str, driver: Any, made_of: tuple[Any, ...] = ()) -> None:
         self.name = name
         self.made_of = made_of  # the file's name, constants and architecture that it was compiled with
         self._function = function
-        self._args = args
+        self.letters = args  # one for each argument: see `get`
         self._driver = driver
         self._launch = driver.launchKernel
         self._pack = struct.Struct("=" + "".join(_LETTERS[letter] for letter in args)).pack_into
@@ -81,7 +71,9 @@ class Kernel:
         try:
             self._pack(arguments.values, 0, *values)
         except struct.error as error:
-            raise self._argument_error(args, error) from error
+            allowed = f"{len(self.letters)} arguments: {self.letters} (p address or None, q int64, i int32, f float32)"
+            do = "match the kernel's signature"
+            raise ArgumentError(f"launch {self.name}", f"{args} ({error})", allowed, do) from error
         if shared > self._shared:
             self.allow(shared)
         sizes = _three(grid) + _three(block)
@@ -125,11 +117,6 @@ class Kernel:
             self.allow(shared)
         self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, ctypes.addressof(pointer), 0)
 
-    @property
-    def letters(self) -> str:
-        """One for each argument: see `get`."""
-        return self._args
-
     def packed(self, args: Sequence[Any]) -> bytes:
         """Arguments as a launch takes them, eight bytes each."""
         block = bytearray(8 * len(args))
@@ -138,8 +125,7 @@ class Kernel:
 
     def image(self) -> bytes:
         """The module that it is a function of."""
-        name, constants, arch = self.made_of
-        return cached(name, constants, arch)
+        return cached(*self.made_of)
 
     def attribute(self, number: int) -> int:
         """A CUfunction_attribute of the kernel: 4 is registers a thread, 3 local bytes (spills), 1 shared bytes."""
@@ -152,16 +138,8 @@ class Kernel:
                 self._driver.funcSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared)
                 self._shared = shared
 
-    def _argument_error(self, args: tuple[Any, ...], error: Exception) -> ArgumentError:
-        return ArgumentError(
-            f"launch {self.name}",
-            f"{args} ({error})",
-            f"{len(self._args)} arguments: {self._args} (p address or None, q int64, i int32, f float32)",
-            "match the kernel's signature",
-        )
-
     def __repr__(self) -> str:
-        return f"Kernel({self.name}, args {self._args!r})"
+        return f"Kernel({self.name}, args {self.letters!r})"
 
 
 class Launch:
@@ -171,9 +149,8 @@ class Launch:
 
     def __init__(self, kernel: Kernel, sizes: tuple[int, ...], args: Sequence[Any], bases: Sequence[int]) -> None:
         self.kernel, self.sizes, self.args = kernel, sizes, args  # grid and block, three each, and dynamic bytes
-        self.patches = patches(
-            [a if letter == "p" else None for a, letter in zip(args, kernel._args, strict=True)], bases
-        )
+        pointers = [a if letter == "p" else None for a, letter in zip(args, kernel.letters, strict=True)]
+        self.patches = patches(pointers, bases)
 
     def bind(self, bound: Any, rt: Runtime) -> None:
         """The arguments are packed where the executor keeps them, and the driver copies them from there."""
@@ -248,9 +225,8 @@ class Loaded:
 def _load(rt: Runtime, name: str, entry: str, args: str, constants: dict[str, Constant]) -> Kernel:
     unknown = set(args) - set(_LETTERS)
     if unknown or len(args) > MAX_ARGUMENTS:
-        raise ArgumentError(
-            f"load {name}", f"args={args!r}", f"up to {MAX_ARGUMENTS} letters of {'/'.join(_LETTERS)}", "correct args"
-        )
+        allowed = f"up to {MAX_ARGUMENTS} letters of {'/'.join(_LETTERS)}"
+        raise ArgumentError(f"load {name}", f"args={args!r}", allowed, "correct args")
     backend = _cupy_driver()
     driver = libraries.driver()
     index = rt.device.index
@@ -262,12 +238,8 @@ def _load(rt: Runtime, name: str, entry: str, args: str, constants: dict[str, Co
         try:
             function = backend.moduleGetFunction(modules[key], entry)
         except Exception as error:
-            raise LibraryError(
-                f"load {name}",
-                f"no function {entry!r} ({error})",
-                f'an extern "C" function of {name}.cu',
-                "correct the entry's name",
-            ) from error
+            got, allowed = f"no function {entry!r} ({error})", f'an extern "C" function of {name}.cu'
+            raise LibraryError(f"load {name}", got, allowed, "correct the entry's name") from error
     return Kernel(entry, function, args, backend, (name, constants, arch))
 
 

@@ -226,12 +226,8 @@ def _given(
     """
     makes = columnwise and (q.columnwise is None or (q.format.scaling == "nvfp4" and not known))
     if (rowwise or makes) and q.rowwise is None:
-        raise UnsupportedError(
-            "gemm",
-            f"{q!r} where its rowwise copy is read",
-            "a tensor that holds the rowwise copy",
-            "quantize it with rowwise=True",
-        )
+        got, allowed = f"{q!r} where its rowwise copy is read", "a tensor that holds the rowwise copy"
+        raise UnsupportedError("gemm", got, allowed, "quantize it with rowwise=True")
     if makes:
         q = with_columnwise(rt, q, (rule.columnwise or rule).transform)
     return Uses(q, q, None)
@@ -333,29 +329,3 @@ def restored(
         q = QuantizedTensor.rowwise_in(kept, shape, rule.format)
         return ops.dequantize(rt, transpose_of(q) if turned else q, dtype)
     return QuantizedTensor.columnwise_in(kept, shape, (rule.columnwise or rule).format)
-
-
-__all__ = [
-    "CustomQuantizer",
-    "Uses",
-    "Value",
-    "Where",
-    "as_asked",
-    "check_turned",
-    "dense",
-    "drop_rows",
-    "flattened",
-    "is_plain_rule",
-    "kept",
-    "one_copy",
-    "quantize_forward",
-    "quantize_gradient",
-    "quantize_together",
-    "quantize_turned",
-    "repeats",
-    "restored",
-    "saved",
-    "takes_turned",
-    "transpose_of",
-    "with_columnwise",
-]

@@ -6,10 +6,10 @@ input) in the scale and amax vectors of its module; GEMM i starts at 3 i and 2 i
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from te_core import dtypes
-from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.precision import Operand
 from te_core.quantized import Cast
@@ -20,6 +20,7 @@ INPUT, WEIGHT, OUTPUT = 0, 1, 2  # forward slots
 GRAD_OUTPUT, GRAD_INPUT = 0, 1  # backward slots
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Scales:
     """Views of a module's delayed-scaling state: what this call's casts read (scale) and raise (amax).
 
@@ -27,69 +28,47 @@ class Scales:
     None where the recipe keeps none. `*_nonfinite`, if given, are counters (int64 [slots, 2]: NaNs, infinities).
     """
 
-    __slots__ = (
-        "backward_amax",
-        "backward_nonfinite",
-        "backward_scale",
-        "casts",
-        "facts",
-        "forward_amax",
-        "forward_nonfinite",
-        "forward_scale",
-    )
+    forward_scale: Tensor | None
+    forward_amax: Tensor | None
+    backward_scale: Tensor | None
+    backward_amax: Tensor | None
+    forward_nonfinite: Tensor | None = None
+    backward_nonfinite: Tensor | None = None
+    #: The casts made of these views so far, by slot.
+    casts: dict[tuple[int, bool, bool], Cast] = field(default_factory=dict, init=False)
+    #: What recordings depend on of these views (te_core/tape/walk.py), once one was made.
+    facts: Any = field(default=None, init=False)
 
-    def __init__(
-        self,
-        forward_scale: Tensor | None,
-        forward_amax: Tensor | None,
-        backward_scale: Tensor | None,
-        backward_amax: Tensor | None,
-        forward_nonfinite: Tensor | None = None,
-        backward_nonfinite: Tensor | None = None,
-    ) -> None:
-        self.forward_scale = forward_scale
-        self.forward_amax = forward_amax
-        self.backward_scale = backward_scale
-        self.backward_amax = backward_amax
-        self.forward_nonfinite = forward_nonfinite
-        self.backward_nonfinite = backward_nonfinite
-        self.casts: dict[tuple[int, bool, bool], Cast] = {}  # those made of these views so far, by slot
-        self.facts: Any = None  # what recordings depend on of these views (te_core/tape/walk.py), once one was made
-        for name in ("forward_scale", "forward_amax", "backward_scale", "backward_amax"):
-            _check_views(name, getattr(self, name), dtypes.float32)
-        for name in ("forward_nonfinite", "backward_nonfinite"):
-            _check_views(name, getattr(self, name), dtypes.int64)
+    def __post_init__(self) -> None:
+        # Casts take addresses inside of these: so they are dense and of the right type, and maxima may be written.
+        for name in VIEWS:
+            t, counters = getattr(self, name), name.endswith("nonfinite")
+            kind = dtypes.int64 if counters else dtypes.float32
+            if t is None:
+                continue
+            right = isinstance(t, Tensor) and t.dtype is kind and t.is_contiguous
+            if not right or (counters and t.shape[1:] != (2,)):
+                allowed = "a dense int64 tensor [slots, 2]" if counters else "a dense float32 vector"
+                raise ArgumentError("Scales", f"{name} = {t!r}", allowed, f"correct {name}")
+            if not name.endswith("scale") and not t.writable:
+                raise ArgumentError("Scales", f"{name} in read-only memory", "memory that is raised", "pass a copy")
 
 
-def _check_views(name: str, t: Tensor | None, kind: DType) -> None:
-    """Casts take addresses inside of these: so they are dense and of the right type, and maxima may be written."""
-    if t is None:
-        return
-    counters = kind is dtypes.int64
-    if not isinstance(t, Tensor) or t.dtype is not kind or not t.is_contiguous or (counters and t.shape[1:] != (2,)):
-        allowed = "a dense int64 tensor [slots, 2]" if counters else "a dense float32 vector"
-        raise ArgumentError("Scales", f"{name} = {t!r}", allowed, f"correct {name}")
-    if not name.endswith("scale") and not t.writable:
-        raise ArgumentError("Scales", f"{name} in read-only memory", "memory that is raised", "pass a copy")
+VIEWS = tuple(one.name for one in fields(Scales) if one.init)
 
 
 def without_state(operation: str) -> ArgumentError:
     """What is wrong with a call that brings no scaling state where a recipe keeps one."""
-    return ArgumentError(
-        operation,
-        "no scales",
-        "a Scales (te_core.quantize.state): float32, 3 slots forward and 2 backward a GEMM",
-        "pass scales=, or choose a recipe that keeps no history, such as Float8CurrentScaling",
-    )
+    allowed = "a Scales (te_core.quantize.state): float32, 3 slots forward and 2 backward a GEMM"
+    do = "pass scales=, or choose a recipe that keeps no history, such as Float8CurrentScaling"
+    return ArgumentError(operation, "no scales", allowed, do)
 
 
 def _too_short(t: Tensor, index: int) -> ArgumentError:
-    return ArgumentError(
-        "Scales",
-        f"{t!r} where slot {index} is read",
-        "3 slots forward and 2 backward for each GEMM of the layer, dense: float32 [slots], counters int64 [slots, 2]",
-        "make the vectors of the Scales as long; to a backward, pass what its forward saved",
-    )
+    slots = "3 slots forward and 2 backward for each GEMM of the layer"
+    do = "make the vectors of the Scales as long; to a backward, pass what its forward saved"
+    allowed = f"{slots}, dense: float32 [slots], counters int64 [slots, 2]"
+    return ArgumentError("Scales", f"{t!r} where slot {index} is read", allowed, do)
 
 
 def element(vector: Tensor, index: int) -> Tensor:
@@ -142,12 +121,9 @@ def backward_cast(
     counter = None if scales is None else _counter(scales.backward_nonfinite, index)
     if operand.scaling != "delayed":
         if operand.stochastic and rng is None:
-            raise ArgumentError(
-                "the backward of a recipe with stochastic rounding",
-                "no rng",
-                "an int64 tensor [2] (seed, offset)",
-                "pass rng= to the layer's forward, which saves it, or a recipe that rounds to nearest",
-            )
+            where, allowed = "the backward of a recipe with stochastic rounding", "an int64 tensor [2] (seed, offset)"
+            do = "pass rng= to the layer's forward, which saves it, or a recipe that rounds to nearest"
+            raise ArgumentError(where, "no rng", allowed, do)
         if operand.stochastic or counter is not None:
             return _make(operand, rowwise, columnwise, rng, index, counter)
         return _stateless(operand, rowwise, columnwise)

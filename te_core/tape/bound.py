@@ -52,10 +52,6 @@ class Group:
         self.runs: list[Run] = []
         self.drops: list[int] = []
 
-    def parts(self) -> tuple[tuple[Any, ...], ...]:
-        """As a replay goes through them."""
-        return tuple(self.takes), tuple(self.calls), tuple(self.runs), tuple(self.drops)
-
 
 class Bound:
     """What a replay does. Steps enter themselves by `call`, `run`, `take` and `drop`."""
@@ -95,11 +91,13 @@ class Bound:
         for step in steps:
             self.enter(step, rt)
         self.close()
-        self._taken.update([(slot, self._inside_of(slot)) for slot in self._taken])  # now all of them are known
+        for slot in self._taken:  # now all addresses inside are known: where in `at` they are, and their offsets
+            self._taken[slot] = tuple((at, offset) for (of, offset), at in self._inside.items() if of == slot)
         for group in self._groups:
             group.takes = [(*take, self._taken[take[1]]) for take in group.takes]
         self.beside = tuple(self._beside.items())
-        self.groups = tuple(group.parts() for group in self._groups)
+        #: As a replay goes through them.
+        self.groups = tuple((tuple(g.takes), tuple(g.calls), tuple(g.runs), tuple(g.drops)) for g in self._groups)
         self.inside = tuple((at, *where) for where, at in self._inside.items() if where[0] not in self._taken)
 
     def enter(self, step: Step, rt: Any) -> None:
@@ -108,10 +106,6 @@ class Bound:
 
     def close(self) -> None:
         """All have."""
-
-    def _inside_of(self, slot: int) -> tuple[tuple[int, int], ...]:
-        """Where in `at` addresses inside of it are, and their offsets."""
-        return tuple((at, offset) for (of, offset), at in self._inside.items() if of == slot)
 
     def _group(self, rank: int) -> Group:
         """The one that a step of this rank (0 takes, 1 calls, 2 runs, 3 drops) goes into."""

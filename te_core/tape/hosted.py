@@ -15,20 +15,19 @@ from typing import Any, NamedTuple, NoReturn
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import LibraryError
-from te_core.runtime import Runtime
+from te_core.runtime import ByStream, Runtime
 from te_core.symbols import Patch
 from te_core.tape.beside import Beside, Noticed, Waited
 from te_core.tape.layout import Lives, lives_of, side_by_side
 from te_core.tape.recorder import Recorder, RecordingRuntime, record
 from te_core.tape.tape import Drop, Slot, Take, Tape
-from te_core.tape.walk import NotRecordedError, exchanged
+from te_core.tape.walk import NotRecordedError, tensors_of
 from te_core.tensor import Tensor
 
-_NO_LIMIT = 1 << 62
 _SHIFT = 40
 
 
-class NoMemory:
+class NoMemory(ByStream):
     """An allocator for calls whose memory is a host's: nothing is taken."""
 
     def __init__(self, alignment: int) -> None:
@@ -40,10 +39,6 @@ class NoMemory:
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         """Nothing of its own is given away."""
-
-    def beside(self, stream: int) -> NoMemory:
-        """See `Runtime.side`."""
-        return self
 
 
 class _Elsewhere:
@@ -79,14 +74,22 @@ def hosted(rt: Runtime, tape: Tape) -> Hosted:
         raise NotRecordedError("work on other streams, in a host's memory")
     kept = tuple(sorted(i for i in tape.kept if tape.slots[i].kind == "memory"))
     where = {i: (i, 0) for i in range(tape.inputs)} | {i: (tape.inputs + n, 0) for n, i in enumerate(kept)}
-    lives, uses = _temporary(tape, steps, kept), lives_of(tape.slots, steps, ())[1]
+    uses = lives_of(tape.slots, steps, ())[1]
+    if any(tape.slots[i].kind in ("handle", "room") for i in uses):
+        raise NotRecordedError("a collective, in a host's memory")
+    # When memory is used that no result lies in; what begins as zeros from the first step on.
+    lives: Lives = {
+        i: (0 if tape.slots[i].zeroed else first, last)
+        for i, (first, last) in uses.items()
+        if tape.slots[i].kind in ("memory", "scratch") and i not in kept
+    }
     size = {i: tape.slots[i].nbytes for i in lives}
     for room in sorted(kept, key=lambda i: -tape.slots[i].nbytes):
         before = {i: life for i, life in lives.items() if i not in where and life[1] <= uses.get(room, (0, 0))[0]}
         found, _ = side_by_side(before, size, tape.slots[room].nbytes)
         where |= {i: (where[room][0], at) for i, at in found.items()}
     last = tape.inputs + len(kept)
-    places, block = side_by_side({i: life for i, life in lives.items() if i not in where}, size, _NO_LIMIT)
+    places, block = side_by_side({i: life for i, life in lives.items() if i not in where}, size)
     where |= {i: (last, at) for i, at in places.items()}
     for step in steps:
         step.patches = tuple(Patch(p.number, where[p.slot][0], p.offset + where[p.slot][1]) for p in step.patches)
@@ -94,20 +97,6 @@ def hosted(rt: Runtime, tape: Tape) -> Hosted:
     brought = [tape.slots[i]._replace(kind="input") for i in (*range(tape.inputs), *kept)]
     slots = [*brought, Slot("input", "temporaries", (block,), dtypes.uint8, block, rt.alignment)]
     return Hosted(Tape(tape.what, slots, [*zeroed, *steps], block, _Elsewhere(), tape.keeps), kept, block)
-
-
-def _temporary(tape: Tape, steps: list[Any], kept: tuple[int, ...]) -> Lives:
-    """When memory is used that no result lies in; what begins as zeros from the first step on."""
-    _, uses = lives_of(tape.slots, steps, ())
-    found: Lives = {}
-    for i, (first, last) in uses.items():
-        slot = tape.slots[i]
-        if slot.kind not in ("memory", "scratch") or i in kept:
-            if slot.kind in ("handle", "room"):
-                raise NotRecordedError("a collective, in a host's memory")
-            continue
-        found[i] = (0 if slot.zeroed else first), last
-    return found
 
 
 def _fill(rt: Runtime, place: tuple[int, int], nbytes: int) -> Any:
@@ -155,8 +144,7 @@ def brought(
 ) -> Brought:
     """Record a function of these arguments and options, whose tensors lie at `place_of` so many operands."""
     arguments, options = given
-    found: list[Tensor] = []
-    exchanged((*arguments, *options.values()), lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
+    found = tensors_of((*arguments, *options.values()))
     tape = record(rt, name, function, given, alignment)
     made = hosted(rt, tape)
     places = tuple(at_place(t.ptr) for t in found)

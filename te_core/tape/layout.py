@@ -8,10 +8,10 @@ peak than the layer itself took.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from te_core import dtypes
-from te_core.symbols import Patch, Way
+from te_core.symbols import Way
 from te_core.tape.beside import Beside, Noticed
 from te_core.tape.bound import Step
 from te_core.tape.tape import Drop, Slot, Take
@@ -26,14 +26,6 @@ _ROUND = 512
 Lives = dict[int, tuple[int, int]]  # of memory, by slot: its first step, and the one behind its last
 
 
-class Places(NamedTuple):
-    """A tape's slots and steps, takes and drops among them."""
-
-    slots: list[Slot]
-    steps: list[Any]
-    peak: int
-
-
 def laid_out(
     slots: Sequence[Slot],
     steps: Sequence[Step],
@@ -41,8 +33,11 @@ def laid_out(
     kept: set[int],
     released: frozenset[int],
     alignment: int,
-) -> Places:
-    """The steps with takes and drops. `interpreted`: before which steps the layer took and let go of memory."""
+) -> tuple[list[Slot], list[Any], int]:
+    """(slots, steps with takes and drops, the peak).
+
+    `interpreted`: before which steps the layer took and let go of memory.
+    """
     lives, uses = lives_of(slots, steps, kept)
     end = len(steps)
     begins, ends = interpreted
@@ -53,14 +48,23 @@ def laid_out(
     before = {i: (begins[i], end + 1 if i in kept else ends.get(i, end)) for i in begins}
     size = {i: slots[i].nbytes for i in (*before, *released)}
     given_up = {i: (0, uses[i][1] if i in uses else 0) for i in released}
-    places, block = _shared(lives, size, apart)
-    if block:
-        together = _together(lives, places, len(slots))
+    fitting = {i: life for i, life in lives.items() if i not in apart and size[i] <= _SMALL}
+    places, block = side_by_side(fitting, size, _BLOCK)
+    if len(places) > 1:  # the lives of those in the block become one, that of the last slot
+        where = len(slots)
+        alone = {i: life for i, life in lives.items() if i not in places}
+        together = {**alone, where: (min(lives[i][0] for i in places), max(lives[i][1] for i in places))}
         limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
-        if _peak(together | given_up, {**size, len(slots): block}) <= limit:
-            slots, steps = _moved(slots, steps, places, block)
-            lives, size = together, {**size, len(slots) - 1: block}
-    return Places(list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size))
+        if _peak(together | given_up, {**size, where: block}) <= limit:
+            for step in steps:
+                if any(patch.slot in places for patch in step.patches):
+                    step.patches = tuple(  # type: ignore[misc]
+                        p._replace(slot=where, offset=p.offset + places[p.slot]) if p.slot in places else p
+                        for p in step.patches
+                    )
+            slots = [*slots, Slot("memory", "temporaries", (block,), dtypes.uint8, block, 0)]
+            lives, size = together, {**size, where: block}
+    return list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size)
 
 
 def lives_of(slots: Sequence[Slot], steps: Sequence[Step], kept: Collection[int]) -> tuple[Lives, Lives]:
@@ -88,12 +92,6 @@ def _other_streams(slots: Sequence[Slot], steps: Sequence[Step]) -> dict[int, se
             if way != slots[patch.slot].way:
                 found.setdefault(patch.slot, set()).add(way)
     return found
-
-
-def _together(lives: Lives, places: dict[int, int], block: int) -> Lives:
-    """The lives where those in the block are one."""
-    alone = {i: life for i, life in lives.items() if i not in places}
-    return {**alone, block: (min(lives[i][0] for i in places), max(lives[i][1] for i in places))}
 
 
 def _with_memory(
@@ -135,14 +133,7 @@ def _peak(lives: Lives, size: dict[int, int]) -> int:
     return most
 
 
-def _shared(lives: Lives, size: dict[int, int], kept: Collection[int]) -> tuple[dict[int, int], int]:
-    """(where each small temporary lies in a block, the block's bytes). None where fewer than two would share it."""
-    fitting = [i for i in lives if i not in kept and size[i] <= _SMALL]
-    places, block = side_by_side({i: lives[i] for i in fitting}, size, _BLOCK)
-    return (places, block) if len(places) > 1 else ({}, 0)
-
-
-def side_by_side(lives: Lives, size: dict[int, int], limit: int) -> tuple[dict[int, int], int]:
+def side_by_side(lives: Lives, size: dict[int, int], limit: int = 1 << 62) -> tuple[dict[int, int], int]:
     """(where memory lies in a block of at most so many bytes, the block's bytes): apart where lives overlap."""
     places: dict[int, int] = {}
     block = 0
@@ -162,16 +153,3 @@ def side_by_side(lives: Lives, size: dict[int, int], limit: int) -> tuple[dict[i
             places[i] = at
             block = max(block, at + nbytes)
     return places, block
-
-
-def _moved(
-    slots: Sequence[Slot], steps: Sequence[Step], places: dict[int, int], block: int
-) -> tuple[list[Slot], list[Step]]:
-    """The steps with temporaries at these places of a block, which becomes the last slot."""
-    where = len(slots)
-    for step in steps:
-        if any(patch.slot in places for patch in step.patches):
-            step.patches = tuple(  # type: ignore[misc]
-                Patch(p.number, where, p.offset + places[p.slot]) if p.slot in places else p for p in step.patches
-            )
-    return [*slots, Slot("memory", "temporaries", (block,), dtypes.uint8, block, 0)], list(steps)

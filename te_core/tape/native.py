@@ -112,8 +112,14 @@ class Stretch:
         """Another one; the stream by its place."""
         what = 0
         if words.kind == PRODUCT:
-            prepared, product = _product(step, rt)
-            self._kept += (prepared, product)
+            cache, plan = cache_of(rt), step.plan
+            # Descriptors of its own: nobody else sets their pointers.
+            made = Prepared(cache, plan.spec, plan.route).finished(plan)
+            flags = _DEVICE_ALPHA * alpha_on_device(plan.spec) | _ADDS * plan.route.accumulate
+            layouts = made.a_layout, made.b_layout, made.out_layout
+            product = _Product(cache.handle, made.desc, *layouts, made.algo, made.needs, flags, len(made.attributes))
+            product.attributes[: len(made.attributes)] = made.attributes
+            self._kept += (made, product)
             what = addressof(product)
         elif words.kind != FILL:
             step.kernel.allow(step.sizes[-1])
@@ -158,25 +164,12 @@ class Stretch:
         if not isinstance(error, _CallError):
             return None
         if error.status < 0:
-            return LibraryError(
-                "replay", "a library in C of another version", "this version's", "build or install it anew"
-            )
+            got, do = "a library in C of another version", "build or install it anew"
+            return LibraryError("replay", got, "this version's", do)
         step: Any = self.steps[self._stretch.failed]
         if isinstance(step, Multiplied):
             return step.explain(CublasLtError("cublasLtMatmul", error.status))
         return libraries.driver().failed(error.status, f"replay {step!r}")
-
-
-def _product(step: Multiplied, rt: Runtime) -> tuple[Prepared, _Product]:
-    """Descriptors of its own: nobody else sets their pointers."""
-    cache, plan = cache_of(rt), step.plan
-    assert plan.route is not None
-    made = Prepared(cache, plan.spec, plan.route).finished(plan)
-    flags = _DEVICE_ALPHA * alpha_on_device(plan.spec) | _ADDS * plan.route.accumulate
-    layouts = made.a_layout, made.b_layout, made.out_layout
-    product = _Product(cache.handle, made.desc, *layouts, made.algo, made.needs, flags, len(made.attributes))
-    product.attributes[: len(made.attributes)] = made.attributes
-    return made, product
 
 
 class Played(Bound):

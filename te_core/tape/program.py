@@ -8,7 +8,9 @@ CPU backend's calls.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from te_core import device, libraries
@@ -20,19 +22,18 @@ from te_core.backends.cuda.cudnn import Attended, frontend
 from te_core.backends.cuda.cudnn_stored import WORKSPACE
 from te_core.backends.cuda.gemm_run import LtPlan, Multiplied
 from te_core.errors import UnsupportedError
+from te_core.kernels.compiler import only_read
 from te_core.kernels.loader import Kernel
-from te_core.kernels.reads import only_read
 from te_core.symbols import Patch, Way, is_symbol, slot_of
 from te_core.tape import program_file as file
 from te_core.tape.beside import Beside, Noticed, Waited
 from te_core.tape.layout import Lives, lives_of, side_by_side
 from te_core.tape.program_file import Entry, Piece, Program
 from te_core.tape.tape import Drop, Slot, Take, Tape
-from te_core.tape.walk import exchanged, names_of
+from te_core.tape.walk import names_of, tensors_of
 from te_core.tape.words import Packed, packed
 from te_core.tensor import CPU, Tensor, cuda_device
 
-_NO_LIMIT = 1 << 62
 #: Attributes of a product's descriptor whose memory it writes, by the epilogue that does.
 _WRITES = {lt_.GELU_AUX: lt_.AUX_POINTER, lt_.GELU_AUX_BIAS: lt_.AUX_POINTER, lt_.BGRADB: lt_.BIAS_POINTER}
 _REFUSED = {"Called": "a call of the CPU backend", "Collective": "a collective"}
@@ -79,20 +80,13 @@ def add_entry(
     return entry
 
 
-def program_of(tape: Tape, name: str = "call", call: str = "{}") -> Program:
-    """A program with this one entry."""
-    program = Program()
-    add_entry(program, name, tape, call)
-    return program
-
-
 def _facts(tape: Tape, index: int) -> dict[str, str]:
     """Versions of what the steps were decided for."""
     info = device.info(index)
     found = {
         "te_core": sys.modules["te_core"].__version__,
         "device": info.name,
-        "architecture": "{}.{}".format(*info.capability),
+        "architecture": info.compute,
         "driver": "{}.{}".format(*libraries.driver_version()),
     }
     kinds = {type(getattr(step, "step", step)) for step in tape.steps}
@@ -128,45 +122,24 @@ def _role(number: int, slot: Slot, tape: Tape, pieces: Sequence[Piece]) -> int:
     return file.SAVED if saved else file.OUTPUT
 
 
-class _Whole:
-    """Stands for a quantized tensor of the caller's, in which a layer may leave scales in the order of products."""
-
-
-class _Wholes(list[Any]):
-    """Those of a call, as many as are asked for."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, _Whole] = {}
-
-    def __getitem__(self, number: Any) -> Any:
-        return self.known.setdefault(number, _Whole())
-
-
 def _pieces(tape: Tape, results: Sequence[str] | None) -> Iterator[Piece]:
     """The tensors of the result, by name, where they lie: the result is made over symbolic memory."""
     at = [slot.base for slot in tape.slots]
     held: list[Any] = [Tensor(s.base, s.shape, s.dtype, CPU, None, s.strides) for s in tape.slots[: tape.inputs]]
     held += [None] * (len(at) - len(held))
-    wholes = _Wholes()
+    # What stands for quantized tensors of the caller's, in which a layer may leave scales in the order of products.
+    wholes: dict[int, Any] = defaultdict(SimpleNamespace)
     made = tape.result(at, [*held, wholes])
     forward = tape.what.endswith("forward") and made.__class__ is tuple and len(made) == 2
     named = {"output": made[0], "saved": made[1]} if forward else {"output": made}
     if results is not None and made.__class__ is tuple:
         named = {results[i] if i < len(results) else f"output.{i}": part for i, part in enumerate(made)}
-    named |= {f"added {number}": vars(whole) for number, whole in wholes.known.items()}
-    for name, t in zip(names_of(named), _tensors(named), strict=True):
+    named |= {f"added {number}": vars(whole) for number, whole in wholes.items()}
+    parts = [[*part.values()] if isinstance(part, dict) else part for part in named.values()]
+    for name, t in zip(names_of(named), tensors_of(parts), strict=True):
         slot = slot_of(t.ptr) if is_symbol(t.ptr) else next(i for i, base in enumerate(at) if base == t.ptr)
         strides = None if t.strides is None else tuple(t.strides)
         yield Piece(name, slot, t.ptr - at[slot], t.dtype.dlpack_code, t.dtype.bits, tuple(t.shape), strides)
-
-
-def _tensors(value: dict[str, Any]) -> Iterator[Tensor]:
-    """In the order of `names_of`."""
-    found: list[Tensor] = []
-    for part in value.values():
-        parts = list(part.values()) if isinstance(part, dict) else [part]
-        exchanged(parts, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    yield from found
 
 
 def _places(tape: Tape) -> tuple[dict[int, int], int]:
@@ -183,7 +156,7 @@ def _places(tape: Tape) -> tuple[dict[int, int], int]:
         if slot.kind in ("memory", "scratch") and i not in tape.kept:
             apart = i in beside or bool(slot.way)
             lives[i] = (0 if slot.zeroed or apart else first), (len(steps) if apart else last)
-    return side_by_side(lives, {i: tape.slots[i].nbytes for i in lives}, _NO_LIMIT)
+    return side_by_side(lives, {i: tape.slots[i].nbytes for i in lives})
 
 
 def _written(program: Program, step: file.Step) -> set[int]:
@@ -256,18 +229,14 @@ class _Steps:
     def _function(self, kernel: Kernel) -> int:
         found = self._functions.get(kernel._function)
         if found is None:
-            found = self._functions[kernel._function] = self._added(kernel)
+            name, constants, _ = kernel.made_of
+            letters = kernel.letters
+            reads = only_read(name, kernel.name, constants, letters)
+            spelled = ["r" if one == "p" and read else one for one, read in zip(letters, reads, strict=True)]
+            module = self.program.number("modules", kernel.image())
+            found = self.program.number("functions", file.Function(kernel.name, "".join(spelled), module))
+            self._functions[kernel._function] = found
         return found
-
-    def _added(self, kernel: Kernel) -> int:
-        name, constants, _ = kernel.made_of
-        letters = kernel.letters
-        reads = only_read(name, kernel.name, constants, letters)
-        spelled = "".join(
-            "r" if letter == "p" and read else letter for letter, read in zip(letters, reads, strict=True)
-        )
-        module = self.program.number("modules", kernel.image())
-        return self.program.number("functions", file.Function(kernel.name, spelled, module))
 
     def _attention(self, step: Attended, way: int) -> Iterator[file.Step]:
         """What the frontend does before a run, and the run."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from te_core import dtypes
 from te_core.errors import ArgumentError
 from te_core.symbols import Patch
 
@@ -360,17 +361,11 @@ class _Reader:
         return Plan(self.text(*text), content, tuple(zip(numbers[:count], numbers[count:], strict=True)), workspace)
 
     def _entry(self, row: tuple[Any, ...]) -> Entry:
-        return Entry(
-            self.text(*row[:2]),
-            self.text(*row[2:4]),
-            self.text(*row[4:6]),
-            [self._slot(*one) for one in self.some("slots", *row[6:8])],
-            [self._step(*one) for one in self.some("steps", *row[8:10])],
-            [self._piece(*one) for one in self.some("pieces", *row[10:12])],
-            row[12],
-            row[14],
-            row[15],
-        )
+        name, what, call = (self.text(*row[at : at + 2]) for at in (0, 2, 4))
+        slots = [self._slot(*one) for one in self.some("slots", *row[6:8])]
+        steps = [self._step(*one) for one in self.some("steps", *row[8:10])]
+        pieces = [self._piece(*one) for one in self.some("pieces", *row[10:12])]
+        return Entry(name, what, call, slots, steps, pieces, row[12], *row[14:])
 
     def _slot(self, *row: int) -> Slot:
         flags, way, alignment, nbytes, place = row[3], *row[8:]
@@ -390,17 +385,11 @@ class _Reader:
 
 # ------------------------------------------------------------------------------------------------------ printing
 
-_DTYPES = {(2, 64): "float64", (2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (6, 8): "bool"} | {
-    (10, 8): "float8_e4m3",
-    (12, 8): "float8_e5m2",
-    (14, 8): "float8_e8m0",
-    (17, 4): "float4_e2m1",
-}
-
 
 def dtype_name(code: int, bits: int) -> str:
     """Of a dtype as DLPack numbers it."""
-    return _DTYPES.get((code, bits)) or f"{'uint' if code == 1 else 'int'}{bits}"
+    known = (dtype.name for dtype in dtypes.ALL if (dtype.dlpack_code, dtype.bits) == (code, bits))
+    return next(known, f"{'uint' if code == 1 else 'int'}{bits}")
 
 
 def lines_of(program: Program) -> Iterator[str]:

@@ -154,7 +154,7 @@ class Called:
 
         def seen(t: Tensor) -> Tensor:
             found.append(t)
-            return _without_memory(t)
+            return Tensor(t.ptr, t.shape, t.dtype, t.device, None, t.strides)
 
         wholes: list[QuantizedTensor] = []
         self.arguments = exchanged(arguments, seen, wholes)  # nothing of it keeps the recording's memory alive,
@@ -180,10 +180,6 @@ class Called:
 
     def __repr__(self) -> str:
         return self.what
-
-
-def _without_memory(t: Tensor) -> Tensor:
-    return Tensor(t.ptr, t.shape, t.dtype, t.device, None, t.strides)
 
 
 class _Backend:

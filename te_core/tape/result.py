@@ -121,9 +121,8 @@ class Result:
         slot = slot_of(t.ptr)
         self.slots.add(slot)
         offset = t.ptr - self._bases[slot]
-        if t.owner.__class__ is Tensor:  # a piece of a block
-            return slot, offset, t.shape, t.dtype, t.device, t.strides, self._leaf(t.owner)
-        return slot, offset, t.shape, t.dtype, t.device, t.strides, None
+        block = self._leaf(t.owner) if t.owner.__class__ is Tensor else None  # that it is a piece of
+        return slot, offset, t.shape, t.dtype, t.device, t.strides, block
 
     def _quantized(self, q: QuantizedTensor) -> Callable[[Sequence[Any], list[Any]], Any]:
         number = self._wholes.get(id(q))

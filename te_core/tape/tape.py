@@ -7,7 +7,7 @@ immutable, belongs to no thread, stream or memory, and `print(tape)` says all th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -82,12 +82,9 @@ class Take:
 
     def refuse(self, rt: Runtime, address: int) -> NoReturn:
         """The allocator broke its promise."""
-        raise LibraryError(
-            "replay",
-            f"memory at {address:#x} from {type(rt.allocator).__name__}",
-            f"multiples of {self.mask + 1} bytes, as its `alignment` promises",
-            "correct the allocator, or the promise",
-        )
+        got = f"memory at {address:#x} from {type(rt.allocator).__name__}"
+        allowed = f"multiples of {self.mask + 1} bytes, as its `alignment` promises"
+        raise LibraryError("replay", got, allowed, "correct the allocator, or the promise")
 
     def __repr__(self) -> str:
         beside = f" on {' '.join(self.way)}" if self.way else ""
@@ -156,8 +153,9 @@ class Tape:
         makers: Any = getattr(rt.allocator, "makers", None)
         if makers is not None:
             makers, address_of = makers(self.given, self.takes), rt.allocator.address_of  # type: ignore[attr-defined]
-        else:
-            makers, address_of = self._makers(rt), _address_of
+        else:  # an allocator that keeps no such list
+            empty, stream, address_of = rt.allocator.empty, rt.stream, _address_of
+            makers = {t.slot: partial(empty, t.shape, t.dtype, stream) for t in self.takes}
         entered = executor.driver.enter(executor.context) if executor.context else False
         chosen = None
         try:
@@ -189,7 +187,7 @@ class Tape:
         """For this executor. There are as many as threads work at once on a device; they are never destroyed."""
         blocks = [(slot.shape, slot.dtype) for slot in self.slots]
         bind: type[Bound] = Bound
-        if rt.device.kind == "cuda" and env.chosen("TE_CORE_PLAYER", env.word("TE_CORE_PLAYER")) == "c":
+        if rt.device.kind == "cuda" and env.chosen("TE_CORE_PLAYER") == "c":
             from te_core.tape.native import Played as bind  # noqa: N813  what it imports knows tapes
         entered = executor.driver.enter(executor.context) if executor.context else False  # handles are a device's
         try:
@@ -199,20 +197,10 @@ class Tape:
                 executor.driver.leave()
         return made
 
-    def _makers(self, rt: Runtime) -> dict[int, Callable[[], Any]]:
-        """By slot, what takes its memory and gives what holds it: for an allocator that keeps no such list."""
-        empty, stream = rt.allocator.empty, rt.stream
-        return {t.slot: partial(empty, t.shape, t.dtype, stream) for t in self.takes}
-
     @property
     def kept(self) -> frozenset[int]:
         """The slots whose memory is the result's."""
         return frozenset(self.result.slots)
-
-    @property
-    def released(self) -> frozenset[int]:
-        """The inputs that the caller gives up."""
-        return frozenset(step.slot for step in self.steps if isinstance(step, Drop) and step.given)
 
     def __repr__(self) -> str:
         return f"Tape({self.what}: {self.inputs} inputs, {len(self.steps)} steps, {self.peak} bytes)"

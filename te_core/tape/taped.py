@@ -70,7 +70,7 @@ def when() -> str:
     """The setting: what `set_when` said last, else what the environment says."""
     global _when
     if _when is None:
-        _when = env.tapes()
+        _when = env.chosen("TE_CORE_TAPES")
     return _when
 
 
@@ -120,12 +120,18 @@ class Taped:
             result = self.function(rt, *arguments, spec=self.spec, **options)
             COUNTS.interpreted[SHAPES] += 1
             return result, None
-        reason, tape, key = self.reason, None, ()
+        reason, tape = self.reason, None
+        key: tuple[Any, ...] = ()
         tensors: list[Tensor] = []
         wholes: list[Any] = []
         if reason is None:
             try:
-                key = self._key(rt, arguments, options, tensors, wholes)
+                known = facts((*arguments, *options.values()), tensors, wholes, rt.device)
+                alignment: Any = ALIGNED
+                if rt.device.kind == "cuda" and any([t.ptr & (ALIGNED - 1) for t in tensors]):
+                    # What does not read the crooked ones is planned as if they were not there.
+                    alignment = tuple([(t.ptr | ALIGNED) & -(t.ptr | ALIGNED) for t in tensors])
+                key = self.number, rt.device, rt.joins, rt.alignment, alignment, autotuning(), tuple(options), known
                 tape = _tapes.get(key)
                 if tape is None:
                     tape, reason = self._first(rt, key, (arguments, options), caller)
@@ -144,16 +150,6 @@ class Taped:
         if reason.startswith(FAILED):  # type: ignore[union-attr]
             _met.put(key, reason)  # it is not the call that is wrong: not tried again
         return result, None
-
-    def _key(
-        self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]
-    ) -> tuple[Any, ...]:
-        known = facts((*arguments, *options.values()), tensors, wholes, rt.device)
-        alignment: Any = ALIGNED
-        if rt.device.kind == "cuda" and any([t.ptr & (ALIGNED - 1) for t in tensors]):
-            # What does not read the crooked ones is planned as if they were not there.
-            alignment = tuple([(t.ptr | ALIGNED) & -(t.ptr | ALIGNED) for t in tensors])
-        return self.number, rt.device, rt.joins, rt.alignment, alignment, autotuning(), tuple(options), known
 
     def _first(
         self, rt: Runtime, key: tuple[Any, ...], call: tuple[Any, dict[str, Any]], caller: int

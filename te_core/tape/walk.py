@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from functools import cache, reduce
 from operator import or_
@@ -12,7 +12,7 @@ from typing import Any
 from te_core.layers.linear import Sink
 from te_core.ops.quantize import ScalingState
 from te_core.ops.swizzle import Scales as OrderedScales
-from te_core.quantize.state import Scales
+from te_core.quantize.state import VIEWS, Scales
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.tensor import Tensor
 
@@ -35,8 +35,13 @@ PIECES = (
 )
 #: Those of them that a product adds: scales in its own order, made once for a tensor.
 ADDED = ("rowwise_swizzled", "columnwise_swizzled")
-STATE = ("forward_scale", "forward_amax", "backward_scale", "backward_amax", "forward_nonfinite", "backward_nonfinite")
-_OF_CAST = ("scale", "amax", "rng", "nonfinite", "maxima")
+#: What has tensors by name, as layers and backends take it.
+_PARTS: dict[type, tuple[str, ...]] = {
+    Scales: VIEWS,
+    Sink: ("main",),
+    ScalingState: ("scale", "history", "used"),
+    Cast: ("scale", "amax", "rng", "nonfinite", "maxima"),
+}
 PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
@@ -99,7 +104,10 @@ def facts(value: Any, found: list[Tensor], wholes: list[Any], device: Any) -> An
     if kind in PLAIN:
         return value
     if isinstance(value, QuantizedTensor):
-        return _facts_of_quantized(value, found, wholes, device)
+        wholes.append(value)
+        names = pieces_of(value)
+        pieces = [facts(getattr(value, name), found, wholes, device) for name in names]
+        return value.format, value.shape, value.owner is None, names is PIECES, *pieces
     if kind is Scales:
         known = facts_of_scales(value, device)
         found += known.tensors
@@ -141,7 +149,7 @@ def facts_of_scales(scales: Scales, device: Any) -> Facts:
     """Views of a state are made once and used for many calls: so are their facts."""
     known: Facts | None = scales.facts
     if known is None:
-        known = scales.facts = _facts_once([getattr(scales, name) for name in STATE], device)
+        known = scales.facts = _facts_once([getattr(scales, name) for name in VIEWS], device)
     return known
 
 
@@ -158,13 +166,6 @@ def _facts_once(values: list[Any], device: Any) -> Facts:
     return Facts(_numbers.setdefault((*parts, device), next(_count)), tensors)
 
 
-def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Any], device: Any) -> Any:
-    wholes.append(q)
-    names = pieces_of(q)
-    pieces = [facts(getattr(q, name), found, wholes, device) for name in names]
-    return q.format, q.shape, q.owner is None, names is PIECES, *pieces
-
-
 def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | None = None) -> Any:
     """The same of other tensors: `leaf` gives one for each, in the order of `facts`. Objects join `wholes` as there."""
     kind = value.__class__
@@ -179,58 +180,57 @@ def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | 
     if kind is OrderedScales:
         return OrderedScales(exchanged(value._q, leaf, wholes), value._columnwise)
     if kind is Scales:
-        return Scales(*[exchanged(getattr(value, name), leaf, wholes) for name in STATE])
+        return Scales(*[exchanged(getattr(value, name), leaf, wholes) for name in VIEWS])
     if kind is Sink:
         return Sink(exchanged(value.main, leaf, wholes), value.accumulate, value.queue)
     if kind is ScalingState:
-        scale, history, used = (exchanged(part, leaf, wholes) for part in (value.scale, value.history, value.used))
+        scale, history, used = (exchanged(getattr(value, part), leaf, wholes) for part in _PARTS[kind])
         return ScalingState(scale, history, used, value.limit)
     if kind is Cast:
         made = copy(value)
-        for name in _OF_CAST:
+        for name in _PARTS[kind]:
             setattr(made, name, exchanged(getattr(value, name), leaf, wholes))
         return made
     if isinstance(value, QuantizedTensor):
-        return _exchanged_quantized(value, leaf, wholes)
+        names = pieces_of(value)
+        q = (QuantizedTensor if names is PIECES else Apart)(value.format, value.shape, None, None)
+        q.owner = value.owner
+        for name in names:
+            setattr(q, name, exchanged(getattr(value, name), leaf, wholes))
+        if wholes is not None:
+            wholes.append(q)
+        return q
     if wholes is not None and hasattr(value, "all_gather"):
         wholes.append(value)
     return value
 
 
-def _exchanged_quantized(
-    q: QuantizedTensor, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | None
-) -> QuantizedTensor:
-    names = pieces_of(q)
-    made = (QuantizedTensor if names is PIECES else Apart)(q.format, q.shape, None, None)
-    made.owner = q.owner
-    for name in names:
-        setattr(made, name, exchanged(getattr(q, name), leaf, wholes))
-    if wholes is not None:
-        wholes.append(made)
-    return made
+def tensors_of(value: Any) -> list[Tensor]:
+    """Its tensors, in the order of `facts`."""
+    found: list[Tensor] = []
+
+    def leaf(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    exchanged(value, leaf)
+    return found
 
 
 def names_of(value: Any, name: str = "") -> Iterator[str]:
     """What each tensor is called, in the order of `facts`."""
     kind = value.__class__
-    parts: dict[str, Any] = {}
+    names = (
+        pieces_of(value) if isinstance(value, QuantizedTensor) else _PARTS.get(kind, getattr(value, "_fields", None))
+    )
+    parts: Iterable[tuple[Any, Any]] = ()
     if kind is Tensor:
         yield name
-    elif kind is dict:
-        parts = value
-    elif kind is Scales:
-        parts = {part: getattr(value, part) for part in STATE}
-    elif isinstance(value, QuantizedTensor):
-        parts = {part: getattr(value, part) for part in pieces_of(value)}
-    elif kind is Sink:
-        parts = {"main": value.main}
-    elif kind is ScalingState:
-        parts = {"scale": value.scale, "history": value.history, "used": value.used}
-    elif kind is Cast:
-        parts = {part: getattr(value, part) for part in _OF_CAST}
+    elif names is not None:
+        parts = [(part, getattr(value, part)) for part in names]
     elif isinstance(value, (tuple, list)):
-        parts = (
-            value._asdict() if hasattr(value, "_asdict") else dict(zip(map(str, range(len(value))), value, strict=True))
-        )
-    for key, part in parts.items():
-        yield from names_of(part, f"{name}.{key}" if name else key)
+        parts = enumerate(value)
+    elif kind is dict:
+        parts = value.items()
+    for key, part in parts:
+        yield from names_of(part, f"{name}.{key}" if name else str(key))

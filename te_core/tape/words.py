@@ -25,41 +25,30 @@ class Packed(NamedTuple):
 
 def packed(step: Any) -> Packed | None:
     """Its words; None for a step that is done in another way."""
-    pack: Any = _PACKS.get(step.__class__)
-    return None if pack is None else pack(step)
-
-
-def _launch(step: Launch) -> Packed:
-    letters = step.kernel.letters
-    args = [0 if letter == "p" and is_symbol(a) else a for letter, a in zip(letters, step.args, strict=True)]
-    constants = tuple(a for letter, a in zip(letters, args, strict=True) if letter == "p" and a)
-    words = struct.unpack(f"<{len(args)}Q", step.kernel.packed(args))
-    behind = tuple(p._replace(number=p.number + SIZES) for p in step.patches)
-    return Packed(LAUNCH, (*step.sizes, *words), behind, 0, constants)
-
-
-def _table(step: TableLaunch) -> Packed:
-    table = bytearray(step.table)
-    for patch in step.patches:
-        struct.pack_into("<Q", table, patch.number, 0)
-    found = (struct.unpack_from("<Q", table, place)[0] for place in step.places)
-    constants = tuple(address for address in found if address)
-    nbytes = len(table)
-    table += bytes(-nbytes % 8)
-    grid, block, shared = step.sizes
-    words = struct.unpack(f"<{len(table) // 8}Q", table)
-    return Packed(TABLE, (grid, 1, 1, block, 1, 1, shared, *words), step.patches, nbytes, constants)
-
-
-def _product(step: Multiplied) -> Packed:
-    words = tuple(0 if is_symbol(address) else address for address in step.addresses)
-    return Packed(PRODUCT, words, step.patches, 0, tuple(filter(None, words)))
-
-
-def _fill(step: Fill) -> Packed:
-    address = 0 if is_symbol(step.address) else step.address
-    patches = tuple(p._replace(number=2) for p in step.patches)
-    return Packed(FILL, (0, step.nbytes, address), patches, 0, tuple(filter(None, (address,))))
-
-
-_PACKS: dict[type, Any] = {Launch: _launch, TableLaunch: _table, Multiplied: _product, Fill: _fill}
+    kind = step.__class__
+    if kind is Launch:
+        letters = step.kernel.letters
+        args = [0 if letter == "p" and is_symbol(a) else a for letter, a in zip(letters, step.args, strict=True)]
+        constants = tuple(a for letter, a in zip(letters, args, strict=True) if letter == "p" and a)
+        words = struct.unpack(f"<{len(args)}Q", step.kernel.packed(args))
+        behind = tuple(p._replace(number=p.number + SIZES) for p in step.patches)
+        return Packed(LAUNCH, (*step.sizes, *words), behind, 0, constants)
+    if kind is TableLaunch:
+        table = bytearray(step.table)
+        for patch in step.patches:
+            struct.pack_into("<Q", table, patch.number, 0)
+        found = (struct.unpack_from("<Q", table, place)[0] for place in step.places)
+        constants = tuple(address for address in found if address)
+        nbytes = len(table)
+        table += bytes(-nbytes % 8)
+        grid, block, shared = step.sizes
+        words = struct.unpack(f"<{len(table) // 8}Q", table)
+        return Packed(TABLE, (grid, 1, 1, block, 1, 1, shared, *words), step.patches, nbytes, constants)
+    if kind is Multiplied:
+        words = tuple(0 if is_symbol(address) else address for address in step.addresses)
+        return Packed(PRODUCT, words, step.patches, 0, tuple(filter(None, words)))
+    if kind is Fill:
+        address = 0 if is_symbol(step.address) else step.address
+        patches = tuple(p._replace(number=2) for p in step.patches)
+        return Packed(FILL, (0, step.nbytes, address), patches, 0, tuple(filter(None, (address,))))
+    return None

@@ -69,16 +69,9 @@ _SHOWN = (
     "heads of 512",
 )  # fmt: skip
 _SHOWN_FP8 = (
-    "causal",
-    "bottom-right diagonal",
-    "padding",
-    "packed (thd)",
-    "grouped heads (GQA)",
-    "bias",
-    "dropout",
-    "softmax off-by-one",
-    "heads of 64",
-)
+    "causal", "bottom-right diagonal", "padding", "packed (thd)", "grouped heads (GQA)", "bias", "dropout",
+    "softmax off-by-one", "heads of 64",
+)  # fmt: skip
 #: The doctor's rows.
 ROWS: tuple[tuple[str, ...], ...] = (
     *((name,) for name in _SHOWN),
@@ -96,9 +89,8 @@ def answers(device: DeviceInfo, version: Version, features: Sequence[str]) -> tu
     spec = replace(_SPEC, **{f: changes.pop(f) for f in AttentionSpec.__dataclass_fields__ if f in changes})
     sizes = _SIZES._replace(**{f: changes.pop(f) for f in Sizes._fields if f in changes})
     options = {"dtype": dtypes.bfloat16, "fp8": False, **changes}
-    forward, both = (
-        cudnn_attention(device, version, spec, sizes, training=training, **options) for training in (False, True)
-    )
+    asked = device, version, spec, sizes
+    forward, both = (cudnn_attention(*asked, training=training, **options) for training in (False, True))
     return forward, both
 
 

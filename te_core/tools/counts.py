@@ -27,10 +27,6 @@ from te_core.functional import arrays
 from te_core.kernels.loader import Kernel, Launch, TableLaunch
 from te_core.runtime import Runtime
 from te_core.tape.tape import Tape
-from te_core.tensor import Tensor
-
-#: The steps of a tape that a device is given.
-_LAUNCHES = (Launch, TableLaunch, Multiplied, Attended, Fill)
 
 
 @dataclass
@@ -44,24 +40,9 @@ class Counts:
     waits: int = 0  # of the host for a device, or for what another library computes
 
 
-def _replayed(tape: Tape, *_: Any) -> dict[str, int]:
-    return {"allocations": len(tape.takes), "launches": sum(isinstance(step, _LAUNCHES) for step in tape.steps)}
-
-
-def _allocated(rt: Runtime, *_: Any) -> dict[str, int]:
-    return {"allocations": rt.device.kind != "meta"}
-
-
-def _launched(kernel: Kernel, rt: Runtime, *_: Any) -> dict[str, int]:
-    return {"launches": rt.recorder is None}
-
-
-def _filled(rt: Runtime, out: Tensor) -> dict[str, int]:
-    return {"launches": bool(out.size) and rt.recorder is None}
-
-
-def _copied(rt: Runtime, tensor: Tensor) -> dict[str, int]:
-    return {"to_host": bool(tensor.size)}
+def _launches(step: object) -> bool:
+    """Whether a step of a tape is given to the device."""
+    return isinstance(step, (Launch, TableLaunch, Multiplied, Attended, Fill))
 
 
 def _always(what: str) -> Callable[..., dict[str, int]]:
@@ -70,15 +51,15 @@ def _always(what: str) -> Callable[..., dict[str, int]]:
 
 #: What is exchanged: (where it is, its name, what a call of it adds).
 _WATCHED: tuple[tuple[Any, str, Callable[..., dict[str, int]]], ...] = (
-    (Runtime, "empty", _allocated),
-    (Tape, "replay", _replayed),
-    (Kernel, "__call__", _launched),
+    (Runtime, "empty", lambda rt, *_: {"allocations": rt.device.kind != "meta"}),
+    (Tape, "replay", lambda tape, *_: {"allocations": len(tape.takes), "launches": sum(map(_launches, tape.steps))}),
+    (Kernel, "__call__", lambda kernel, rt, *_: {"launches": rt.recorder is None}),
     (Kernel, "_launch_with", _always("launches")),
     (Prepared, "run", _always("launches")),
     (Handle, "execute", _always("launches")),
-    (cuda, "zero", _filled),
+    (cuda, "zero", lambda rt, out: {"launches": bool(out.size) and rt.recorder is None}),
     (host, "copy_from_host", _always("to_device")),
-    (host, "copy_to_host", _copied),
+    (host, "copy_to_host", lambda rt, tensor: {"to_host": bool(tensor.size)}),
     (Driver, "copy_to_device", _always("to_device")),
     (Driver, "copy_to_host", _always("to_host")),
     (Driver, "synchronize", _always("waits")),
@@ -89,53 +70,46 @@ _WATCHED: tuple[tuple[Any, str, Callable[..., dict[str, int]]], ...] = (
 
 
 class _Watch:
-    """Exchanges the functions while a block counts."""
+    """Who counts now, and the functions that were exchanged for it."""
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.counting: tuple[Counts, ...] = ()
-        self.before: tuple[Any, ...] = ()  # what was exchanged
-
-    def begin(self, counts: Counts) -> None:
-        """Another block counts."""
-        with self.lock:
-            if not self.counting:
-                self.before = tuple(getattr(place, name) for place, name, _ in _WATCHED)
-                for (place, name, adds), function in zip(_WATCHED, self.before, strict=True):
-                    setattr(place, name, self._counting(function, adds))
-            self.counting += (counts,)
-
-    def end(self, counts: Counts) -> None:
-        """It counts no more."""
-        with self.lock:
-            self.counting = tuple(other for other in self.counting if other is not counts)
-            if not self.counting:
-                for (place, name, _), function in zip(_WATCHED, self.before, strict=True):
-                    setattr(place, name, function)
-                self.before = ()
-
-    def _counting(self, function: Any, adds: Callable[..., dict[str, int]]) -> Any:
-        @wraps(function)
-        def counting(*given: Any, **named: Any) -> Any:
-            added = adds(*given)
-            with self.lock:
-                for counts in self.counting:
-                    for name, number in added.items():
-                        setattr(counts, name, getattr(counts, name) + number)
-            return function(*given, **named)
-
-        return counting
+        self.before: tuple[Any, ...] = ()
 
 
 _watch = _Watch()
+
+
+def _counted(function: Any, adds: Callable[..., dict[str, int]]) -> Any:
+    @wraps(function)
+    def counting(*given: Any, **named: Any) -> Any:
+        added = adds(*given)
+        with _watch.lock:
+            for counts in _watch.counting:
+                for name, number in added.items():
+                    setattr(counts, name, getattr(counts, name) + number)
+        return function(*given, **named)
+
+    return counting
 
 
 @contextmanager
 def counted() -> Iterator[Counts]:
     """Count within the block. Blocks may lie in one another, and in several threads: each counts all."""
     counts = Counts()
-    _watch.begin(counts)
+    with _watch.lock:
+        if not _watch.counting:
+            _watch.before = tuple(getattr(place, name) for place, name, _ in _WATCHED)
+            for (place, name, adds), function in zip(_WATCHED, _watch.before, strict=True):
+                setattr(place, name, _counted(function, adds))
+        _watch.counting += (counts,)
     try:
         yield counts
     finally:
-        _watch.end(counts)
+        with _watch.lock:
+            _watch.counting = tuple(other for other in _watch.counting if other is not counts)
+            if not _watch.counting:
+                for (place, name, _), function in zip(_WATCHED, _watch.before, strict=True):
+                    setattr(place, name, function)
+                _watch.before = ()

@@ -159,7 +159,7 @@ def _devices(faults: list[str]) -> Iterator[str]:
     for index in range(count):
         info = device.info(index)
         yield (
-            f"  cuda:{index} {info.name}, compute capability {info.capability[0]}.{info.capability[1]} "
+            f"  cuda:{index} {info.name}, compute capability {info.compute} "
             f"({info.architecture}), {info.multiprocessors} multiprocessors, {info.memory_bytes >> 30} GiB, "
             f"L2 {info.l2_bytes >> 20} MiB"
         )

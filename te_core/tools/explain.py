@@ -41,9 +41,8 @@ def explain_linear(spec: LinearSpec, place: Device, weight: Format | None = None
     found = [_facts(gemm, spec, place, weight) if is_wanted else _unneeded(gemm) for gemm, is_wanted in wanted.items()]
     if spec.parallel is None or spec.parallel.overlap is None:
         return found
-    return [
-        facts._replace(reason="; ".join(filter(None, (facts.reason, _overlap(facts.gemm, spec))))) for facts in found
-    ]
+    said = ("; ".join(filter(None, (facts.reason, _overlap(facts.gemm, spec)))) for facts in found)
+    return [facts._replace(reason=reason) for facts, reason in zip(found, said, strict=True)]
 
 
 def explain_attention(
@@ -106,7 +105,9 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
     note = "; ".join(filter(None, (seen, _travelled(gemm, spec))))
     accumulation = "split" if getattr(p, gemm).split_accumulator else "fast"
     if route.how == "native" or route.how == "emulated":  # the reference backend emulates all formats exactly
-        return GemmFacts(gemm, str(a), str(b), accumulation, _family(place, a), True, note)
+        kinds = {"tensor": "FP8, a scale a tensor", "block": "FP8, a scale a block", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+        family = f"cublasLt {kinds[a.scaling]}" if place.kind == "cuda" else "NumPy, exact emulation"
+        return GemmFacts(gemm, str(a), str(b), accumulation, family, True, note)
     if route.how == "refused" and not p.emulate:
         return GemmFacts(gemm, str(a), str(b), "", "refused", False, route.reason)
     family = f"{library} {plain if route.how == 'dequantized' else 'float32'} after dequantizing"
@@ -120,12 +121,9 @@ def _travelled(gemm: str, spec: LinearSpec) -> str:
     if split is None or came is None:
         return ""
     name = "the input" if split.gathered == "input" else "the gradient"
-    if came is not spec.dtype:
-        return f"{name} is gathered over {split.size} ranks as {came}"
-    return (
-        f"{name} is gathered over {split.size} ranks in {came}, and quantized whole: this format needs parts of whole "
-        "blocks of rows"
-    )
+    whole = "and quantized whole: this format needs parts of whole blocks of rows"
+    gathered = f"{name} is gathered over {split.size} ranks"
+    return f"{gathered} as {came}" if came is not spec.dtype else f"{gathered} in {came}, {whole}"
 
 
 def _overlap(gemm: str, spec: LinearSpec) -> str:
@@ -141,22 +139,10 @@ def _overlap(gemm: str, spec: LinearSpec) -> str:
 
 def _rules(gemm: str, p: Precision) -> dict[str, Operand | None]:
     """The operands of a GEMM in the order of its formula, with the rule of the copy that it reads."""
+    input_, weight, grad = (rule and (rule.columnwise or rule) for rule in (p.input, p.weight, p.grad))
     if gemm == "fprop":
         return {"input": p.input, "weight": p.weight}
-    if gemm == "dgrad":
-        return {"gradient": p.grad, "weight": _columns(p.weight)}
-    return {"gradient": _columns(p.grad), "input": _columns(p.input)}
-
-
-def _columns(rule: Operand | None) -> Operand | None:
-    return rule if rule is None or rule.columnwise is None else rule.columnwise
-
-
-def _family(place: Device, form: Format) -> str:
-    if place.kind != "cuda":
-        return "NumPy, exact emulation"
-    kind = {"tensor": "FP8, a scale a tensor", "block": "FP8, a scale a block", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
-    return f"cublasLt {kind[form.scaling]}"
+    return {"gradient": p.grad, "weight": weight} if gemm == "dgrad" else {"gradient": grad, "input": input_}
 
 
 def explain_tapes(whole: bool = False) -> str:

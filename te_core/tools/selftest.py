@@ -84,9 +84,8 @@ def inputs() -> tuple[Array, Array, Array]:
 def step(rt: Runtime, recipe: Recipe | None) -> Results:
     """y = x w^T, dx, dw and the gradient of a bias, in bfloat16."""
     x, w, dy = map(rt.tensor, inputs())
-    spec = linear.LinearSpec(
-        dtypes.bfloat16, None if recipe is None else resolve(recipe), linear.Needs(True, True, True)
-    )
+    precision = None if recipe is None else resolve(recipe)
+    spec = linear.LinearSpec(dtypes.bfloat16, precision, linear.Needs(True, True, True))
     bias = rt.zeros((OUTER,), dtypes.bfloat16)
     (y,), saved = linear.forward(rt, x, w, bias, spec=spec)
     dx, dw, db = linear.backward(rt, dy, saved, spec=spec)
@@ -110,15 +109,11 @@ def _rounded(a: Array, kind: Any, largest: float) -> Array:
 
 
 def _compared(name: str, against: str, recipe: str, found: Results, wanted: Results) -> Row:
-    apart = {what: _difference(found[what], value) for what, value in wanted.items()}
+    # The norm of the difference, beside that of the other answer; infinite where there is a NaN.
+    apart = {what: float(np.linalg.norm(found[what] - b) / np.linalg.norm(b)) for what, b in wanted.items()}
+    apart = {what: one if np.isfinite(one) else float("inf") for what, one in apart.items()}
     worst = max(apart, key=lambda what: apart[what])
     return Row(name, against, recipe, apart[worst] <= WITHIN, apart[worst], worst)
-
-
-def _difference(a: Array, b: Array) -> float:
-    """The norm of the difference, beside that of b; infinite where there is a NaN."""
-    apart = float(np.linalg.norm(a - b) / np.linalg.norm(b))
-    return apart if np.isfinite(apart) else float("inf")
 
 
 def lines(rows: list[Row]) -> Iterator[str]:

@@ -419,7 +419,7 @@ def overlap_of(module: Any, name: str, mode: str, precision: Precision | None, d
             "modules whose group is of tp_size ranks",
             "correct tp_size of initialize_ub, or leave the ub_* options of this module out",
         )
-    local = env.local_ranks()  # as far as the launcher says how many each host has
+    local = env.number("LOCAL_WORLD_SIZE")  # as far as the launcher says how many each host has
     if local and module.tp_group is not None:
         hosts = {rank // local for rank in dist.get_process_group_ranks(module.tp_group)}
         if len(hosts) > 1:

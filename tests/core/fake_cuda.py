@@ -326,7 +326,7 @@ class Binding:
         *sizes, shared, stream, pointers, _ = rest
         letters = self.letters.get(function)
         if letters is None:
-            (letters,) = {k._args for k in self.machine.kernels() if k._function == function}
+            (letters,) = {k.letters for k in self.machine.kernels() if k._function == function}
             self.letters[function] = letters
         kinds = {"p": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
         values: list[Any] = []

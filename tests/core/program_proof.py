@@ -23,7 +23,7 @@ from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape import program_file as file
 from te_core.tape import taped
 from te_core.tape.bound import Bound, Group
-from te_core.tape.program import program_of
+from te_core.tape.program import add_entry
 from te_core.tape.program_file import Entry, pack
 from te_core.tape.tape import Tape
 from tests.core import fake_cudnn
@@ -41,6 +41,13 @@ def _pointer(number: int) -> str:
 
 
 MASK = (1 << 64) - 1
+
+
+def program_of(tape: Tape) -> file.Program:
+    """A program with this one entry."""
+    program = file.Program()
+    add_entry(program, "call", tape)
+    return program
 
 
 def digest_of(image: bytes) -> int:

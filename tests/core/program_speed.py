@@ -17,12 +17,12 @@ import pytest
 from te_core.runtime import Runtime
 from te_core.tape import program_file as file
 from te_core.tape import taped
-from te_core.tape.program import program_of
 from te_core.tape.program_file import pack
 from te_core.tape.tape import Tape
 from te_core.tensor import Tensor
 from tests.core.c_library import _ALLOC, _FREE, CRuntime, stub, tensor, time_call
 from tests.core.fake_cuda import Machine
+from tests.core.program_proof import program_of
 from tests.core.tape_cases import MLP, Linear
 from tests.core.tape_proof import Tapes, run
 from tests.core.test_tape_cuda import GROUPS

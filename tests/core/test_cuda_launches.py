@@ -11,7 +11,7 @@ from te_core import dtypes, libraries, ops
 from te_core.backends.cuda import backend
 from te_core.backends.meta import backend as meta
 from te_core.errors import ArgumentError, LibraryError
-from te_core.kernels import loader
+from te_core.kernels import compiler, loader
 from te_core.ops.activation import Clamp
 from te_core.ops.loss import LossTerms
 from te_core.ops.optimizer import AdamRule, AdamTensors, SgdRule, SgdTensors
@@ -263,7 +263,7 @@ def test_every_kernel_that_is_asked_for_compiles(machine: Machine) -> None:
     failed = {}
     for name, constants in sorted(jobs(), key=repr):
         try:
-            assert loader.compile_source(name, dict(constants), "sm_90")
+            assert compiler.compile_source(name, dict(constants), "sm_90")
         except LibraryError as error:
             failed[name, constants] = str(error)[:400]
     assert len(jobs()) > 40 and not failed, failed

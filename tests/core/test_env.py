@@ -145,10 +145,10 @@ def test_words(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variable = env.VARIABLES[name]
     assert env.word(name) == variable.default
     for word in variable.values:
-        assert caught(name, word, monkeypatch, env.word) == (word, []) and env.chosen(name, word) == word
+        assert caught(name, word, monkeypatch, env.word) == (word, []) and env.chosen(name) == word
     assert caught(name, "anything", monkeypatch, env.word) == ("anything", [])
     with pytest.raises(ArgumentError, match=f"^{name}: got 'anything'. Allowed: {variable.values[0]} or"):
-        env.chosen(name, "anything")
+        env.chosen(name)
     found, said = caught(name, BYTES, monkeypatch, env.word)
     assert found == variable.default and len(said) == 1 and said[0].isascii()
 

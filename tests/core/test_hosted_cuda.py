@@ -14,17 +14,11 @@ from te_core.ops.quantize import ScalingState
 from te_core.runtime import Runtime
 from te_core.tape.hosted import hosted
 from te_core.tape.recorder import record
-from te_core.tape.walk import exchanged
+from te_core.tape.walk import tensors_of
 from te_core.tensor import Tensor
 from tests.core.fake_cuda import Make
 from tests.core.tape_cases import MLP, Linear
 from tests.core.tape_proof import Tapes, run
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    exchanged(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    return found
 
 
 def replayed(machine: Any, rt: Runtime, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -102,9 +102,9 @@ def test_the_architecture_is_one_the_device_runs(monkeypatch):
 def test_compile_check_lines(folder):
     lines = "// compile-check: FACTOR=1 MORE=bf16\n// compile-check: FACTOR=2\n"
     (folder / "probe.cu").write_text(lines + SOURCE)
-    assert loader.compile_checks("probe") == [{"FACTOR": "1", "MORE": "bf16"}, {"FACTOR": "2"}]
+    assert compiler.compile_checks("probe") == [{"FACTOR": "1", "MORE": "bf16"}, {"FACTOR": "2"}]
     (folder / "probe.cu").write_text(SOURCE)
-    assert loader.compile_checks("probe") == [{}]
+    assert compiler.compile_checks("probe") == [{}]
 
 
 # ---------------------------------------------------------------------------------------------- the cache

@@ -15,7 +15,7 @@ from te_core import calls
 from te_core.backends.cuda.cudnn import Attended, Graph
 from te_core.backends.cuda.gemm_run import Multiplied
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.kernels.reads import only_read
+from te_core.kernels.compiler import only_read
 from te_core.ops import raw
 from te_core.ops.quantize import ScalingState
 from te_core.program import Example, main, read, recorded
@@ -23,11 +23,11 @@ from te_core.recipe import DelayedScaling
 from te_core.runtime import Runtime
 from te_core.tape import program_file as file
 from te_core.tape import taped
-from te_core.tape.program import program_of
 from te_core.tape.program_file import lines_of, pack, sealed, unpack
 from te_core.tape.recorder import record
 from te_core.tape.tape import Tape
 from tests.core.fake_cuda import Machine, Make
+from tests.core.program_proof import program_of
 from tests.core.tape_cases import BF16, FP32, MLP, STREAMS, Linear, Maker
 from tests.core.tape_more_cases import Attention
 from tests.core.tape_proof import Tapes, run

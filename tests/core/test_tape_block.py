@@ -34,11 +34,11 @@ def test_small_temporaries_share_a_block(name: str) -> None:
     ]
     step: Any = SimpleNamespace(patches=tuple(Patch(i, i, 0) for i in range(len(sizes))))
     begins = dict.fromkeys(range(len(sizes)), 0)
-    places = laid_out(slots, [step], (begins, {}), set(), frozenset(), 256)
-    shared = [slot.nbytes for slot in places.slots if slot.name == "temporaries"]
+    placed, steps, _ = laid_out(slots, [step], (begins, {}), set(), frozenset(), 256)
+    shared = [slot.nbytes for slot in placed if slot.name == "temporaries"]
     assert shared == [block] * bool(block)
     for kind in (Take, Drop):
-        assert sum(isinstance(one, kind) for one in places.steps) == outside + bool(block)
+        assert sum(isinstance(one, kind) for one in steps) == outside + bool(block)
     assert sum(patch.slot < len(sizes) for patch in step.patches) == outside
     taken = sorted((p.slot, p.offset, nbytes) for p, nbytes in zip(step.patches, sizes, strict=True))
     for (slot, offset, nbytes), (other, behind, _) in zip(taken, taken[1:], strict=False):

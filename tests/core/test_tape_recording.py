@@ -22,7 +22,7 @@ from te_core.plan_cache import PlanCache
 from te_core.runtime import Runtime
 from te_core.tape import taped
 from te_core.tape.recorder import Owner, Recorder, record
-from te_core.tape.tape import Tape
+from te_core.tape.tape import Drop, Tape
 from te_core.tape.taped import FAILED, Taped
 from te_core.tape.walk import NotRecordedError
 from tests.core.covering_lists import covering_lists
@@ -192,7 +192,8 @@ def test_a_tape_knows_its_peak(make: Make, build: Any) -> None:
     run(machine, rt, tapes, build, "first")
     done = run(machine, rt, tapes, build, "first")
     for tape, found in zip(taped.tapes(), done, strict=True):
-        assert found.peak == tape.peak if not tape.released else found.peak <= tape.peak
+        gives_up = any(isinstance(step, Drop) and step.given for step in tape.steps)
+        assert found.peak <= tape.peak if gives_up else found.peak == tape.peak
 
 
 # -------------------------------------------------------------------------------------------------- captures

@@ -45,7 +45,7 @@ from te_core.quantize.state import Scales  # noqa: E402
 from te_core.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
 from te_core.runtime import ByteAllocator, Runtime  # noqa: E402
 from te_core.tape import program_file as file  # noqa: E402
-from te_core.tape.walk import exchanged  # noqa: E402
+from te_core.tape.walk import tensors_of  # noqa: E402
 from te_core.tensor import Tensor  # noqa: E402
 
 RECIPES = {"bf16": None, "delayed": DelayedScaling(amax_history_len=16), "current": Float8CurrentScaling()}
@@ -218,8 +218,7 @@ class Case:
         self.gpu, self.name, self.entry, self.program = gpu, name, entry, program
         self.number = program.find(name)
         self.tape = tape_of(name, example)
-        self.given: list[Tensor] = []
-        exchanged([*example.arguments, *example.options.values()], lambda t: self.given.append(t) or t)
+        self.given = tensors_of([*example.arguments, *example.options.values()])
         assert len(self.given) == entry.inputs, (name, len(self.given), entry.inputs)
         self.before = [gpu.bytes(t.ptr, t.nbytes) for t in self.given]
         self.kept = [i for i, s in enumerate(entry.slots) if s.role in (file.OUTPUT, file.SAVED)]

@@ -35,7 +35,7 @@ def _known() -> ctypes.CDLL | LibraryError:
 
 def library() -> ctypes.CDLL | None:
     """The library that XLA calls; None where it calls Python."""
-    asked = env.jax_handler()
+    asked = env.chosen("TE_JAX_HANDLER")
     found = None if asked == "python" else _known()
     note(said())
     if isinstance(found, LibraryError) and asked == "c":
@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL | None:
 
 def said() -> str:
     """What XLA calls on a GPU, and why."""
-    if env.jax_handler() == "python":
+    if env.chosen("TE_JAX_HANDLER") == "python":
         return "on a GPU XLA calls te_core in Python (TE_JAX_HANDLER=python)"
     found = _known()
     if isinstance(found, LibraryError):

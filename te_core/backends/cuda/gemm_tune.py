@@ -59,7 +59,7 @@ class Choice:
 
 def choose(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared) -> Choice | str:
     """The algorithm for a route, or cuBLASLt's reason for having none."""
-    tuning = getattr(_local, "forced", False) or env.autotune()
+    tuning = getattr(_local, "forced", False) or env.switch("TE_CORE_AUTOTUNE")
     if _stored() and not getattr(_local, "forced", False):
         known = _stored().get(_key(rt, spec, route))
         if known is not None:
@@ -95,7 +95,7 @@ def faster(rt: Runtime, plan: LtPlan) -> LtPlan | gemm_block.BlockPlan:
     known = _stored().get(key, {})
     if "own_ms" in known and not tuning:
         wins, source = known["own_ms"] * _GAIN < known.get("ms", 0.0), "an earlier timing"
-    elif (tuning or env.autotune()) and not libraries.driver().is_capturing(rt.stream):
+    elif (tuning or env.switch("TE_CORE_AUTOTUNE")) and not libraries.driver().is_capturing(rt.stream):
         own, source = gemm_block.plan(rt, spec, ""), "timing it beside cuBLASLt's"
         if own is None:
             return plan
