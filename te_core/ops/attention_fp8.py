@@ -18,7 +18,7 @@ from te_core.attention import AttentionSpec
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
-from te_core.ops.attention import BACKWARD, FORWARD, Asked, Attended
+from te_core.ops.attention import BACKWARD, FORWARD, Asked, Attended, BackwardOperands, ForwardOperands
 from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, stats_memory
 from te_core.ops.declare import operation
 from te_core.runtime import Runtime
@@ -58,34 +58,6 @@ class BackwardScales(NamedTuple):
     dq: Scaled | None
     dk: Scaled | None
     dv: Scaled | None
-
-
-class Fp8ForwardOperands(NamedTuple):
-    """What a forward reads and writes."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    terms: Terms
-    scales: ForwardScales
-    out: Tensor
-    stats: Tensor | None
-
-
-class Fp8BackwardOperands(NamedTuple):
-    """What a backward reads and writes."""
-
-    dy: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    stats: Tensor
-    terms: Terms
-    scales: BackwardScales
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 #: Scales that one `scale_pairs` takes.
@@ -137,7 +109,7 @@ def attention_fp8_forward(
     _check_scales(op, rt.device, scales)
     _check.written(op, "out", out)
     statistics = stats_memory(op, rt, q, spec, stats)
-    rt.backend.attention_fp8_forward(rt, plan, Fp8ForwardOperands(q, k, v, terms, scales, out, statistics))
+    rt.backend.attention_fp8_forward(rt, plan, ForwardOperands(q, k, v, terms, out, statistics, scales=scales))
     return Attended(out, statistics, None)
 
 
@@ -177,7 +149,7 @@ def attention_fp8_backward(
     check_stats(op, stats, q, spec)
     _check_scales(op, rt.device, scales)
     _check.written(op, "a gradient", *grads)
-    operands = Fp8BackwardOperands(dy, q, k, v, out, stats, terms, scales, *grads)
+    operands = BackwardOperands(dy, q, k, v, out, stats, terms, *grads, scales=scales)
     rt.backend.attention_fp8_backward(rt, plan, operands)
     return grads
 

@@ -201,7 +201,7 @@ def _drawn(rng: Tensor | None) -> dict[str, Any]:
 
 def attention_forward(rt: Runtime, plan: AttentionPlan, operands: ForwardOperands) -> None:
     """Run a plan."""
-    q, k, v, terms, out, stats, max_logit = operands
+    q, k, v, terms, out, stats, max_logit, _ = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
@@ -307,7 +307,7 @@ def tokens_of(frame: Frame, found: dict[str, Layout], q: Tensor, k: Tensor) -> t
 
 def attention_backward(rt: Runtime, plan: AttentionPlan, operands: BackwardOperands) -> None:
     """Run a plan."""
-    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = operands
+    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink, _ = operands
     near, lengths = plan.around, terms.lengths
     bias, sink, rng = terms.bias, terms.sink, terms.rng
     if dbias is not None:

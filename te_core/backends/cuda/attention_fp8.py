@@ -29,8 +29,8 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Asked
-    from te_core.ops.attention_fp8 import Fp8BackwardOperands, Fp8ForwardOperands, Scaled
+    from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands
+    from te_core.ops.attention_fp8 import Scaled
 
 _SLOTS = 4  # pairs of `scale_pairs` that its kernel has parameters for
 _PLACES = 4  # maxima of a backward; 16 bytes each
@@ -102,14 +102,14 @@ def _raise(rt: Runtime, plan: Fp8Plan, found: int, *scaled: Scaled | None, least
     plan.raise_amax(rt, 1, len(places), found, *places, *[None] * (_PLACES - len(places)), least)
 
 
-def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, operands: Fp8ForwardOperands) -> None:
+def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, operands: ForwardOperands) -> None:
     """Run a plan."""
-    q, k, v, terms, scales, out, stats = operands
+    q, k, v, terms, out, stats, _, scales = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
         return
-    assert scales.out is not None
+    assert scales is not None and scales.out is not None
     s, found = scales.s, _amaxes(rt)
     named: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
     named |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v}
@@ -120,15 +120,15 @@ def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, operands: Fp8ForwardOperan
     near.tidy(rt, lengths, out, None, None, stats)
 
 
-def attention_fp8_backward(rt: Runtime, plan: Fp8Plan, operands: Fp8BackwardOperands) -> None:
+def attention_fp8_backward(rt: Runtime, plan: Fp8Plan, operands: BackwardOperands) -> None:
     """Run a plan."""
-    dy, q, k, v, out, stats, terms, scales, dq, dk, dv = operands
+    dy, q, k, v, out, stats, terms, dq, dk, dv, _, _, scales = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, dq, dk, dv, None)
         return
+    assert scales is not None and scales.dq is not None and scales.dk is not None and scales.dv is not None
     s, dp, found = scales.s, scales.dp, _amaxes(rt)
-    assert scales.dq is not None and scales.dk is not None and scales.dv is not None
     named: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
     named |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v, "out_inverse": scales.out}
     named |= {"dy_inverse": scales.dy, "s_scale": s.scale, "s_inverse": s.inverse}
