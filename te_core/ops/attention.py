@@ -212,20 +212,14 @@ def _check_grads(op: str, rt: Runtime, q: Tensor, k: Tensor, v: Tensor, dq: Tens
 def _fresh(rt: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the gradients of q, k and v: one block where it is small, because an allocation costs 2 us."""
     dtype = q.dtype
-    places = _places(dtype, q.shape, k.shape, v.shape) if rt.joins else None
-    if places is None:
-        return rt.empty(q.shape, dtype), rt.empty(k.shape, dtype), rt.empty(v.shape, dtype)
-    at_k, at_v, nbytes = places
-    block = rt.empty((nbytes,), dtypes.uint8)
-    at, device = block.ptr, block.device
-    return (
-        Tensor(at, q.shape, dtype, device, block),
-        Tensor(at + at_k, k.shape, dtype, device, block),
-        Tensor(at + at_v, v.shape, dtype, device, block),
-    )
-
-
-def _places(dtype: DType, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Where k's and v's gradients begin behind q's, and the bytes of all three; None where they lie apart."""
-    sizes = [-(-dtype.nbytes(prod(shape)) // _ALIGNED) * _ALIGNED for shape in (q, k, v)]
-    return (sizes[0], sizes[0] + sizes[1], sum(sizes)) if sum(sizes) <= _ONE_BLOCK else None
+    if rt.joins:
+        sizes = [-(-dtype.nbytes(prod(t.shape)) // _ALIGNED) * _ALIGNED for t in (q, k, v)]
+        if sum(sizes) <= _ONE_BLOCK:
+            block = rt.empty((sum(sizes),), dtypes.uint8)
+            at, device = block.ptr, block.device
+            return (
+                Tensor(at, q.shape, dtype, device, block),
+                Tensor(at + sizes[0], k.shape, dtype, device, block),
+                Tensor(at + sizes[0] + sizes[1], v.shape, dtype, device, block),
+            )
+    return rt.empty(q.shape, dtype), rt.empty(k.shape, dtype), rt.empty(v.shape, dtype)

@@ -9,7 +9,7 @@ and applies the scales afterwards; that differs in the last bits of float32 alon
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,11 +29,14 @@ from te_core.backends.cpu.attention_scores import (
 )
 from te_core.backends.cpu.executor import F32, Executor, scratch
 from te_core.dtypes import DType
+from te_core.errors import UnsupportedError
 from te_core.runtime import Runtime
+from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
     from te_core.ops.attention import BackwardOperands, ForwardOperands
     from te_core.ops.attention_fp8 import Scaled
+    from te_core.ops.attention_scored import ScoredAsked
 
 _UNSCALED = SimpleNamespace(**dict.fromkeys(("q", "k", "v", "out", "dy", "s", "dp", "dq", "dk", "dv")))
 
@@ -153,3 +156,17 @@ def _deliver(ex: Executor, values: F32, scaled: Scaled | None, view: Array) -> N
         return
     _raise(values, scaled)
     store(ex, values, view, scaled.scale.numpy()[0])
+
+
+def plan_attention_scored(rt: Runtime, asked: ScoredAsked) -> Any:
+    """Refuse: the functions build a graph that only cuDNN runs."""
+    raise UnsupportedError(
+        "attention_scored",
+        "functions of a cuDNN graph (score_mod) on the CPU",
+        "a GPU with cuDNN",
+        "write the function on torch tensors: torch_score_mod of DotProductAttention",
+    )
+
+
+def attention_scored(rt: Runtime, graph: Any, operands: dict[str, Tensor | None]) -> None:
+    """Never reached: there is no plan."""

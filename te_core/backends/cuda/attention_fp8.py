@@ -7,7 +7,7 @@ small kernel (attention_amax.cu) raises the given ones to what it finds there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from te_core.backends.cuda import cudnn
@@ -20,6 +20,7 @@ from te_core.backends.cuda.attention_plan import (
     graph_of,
     graph_spec,
     layouts,
+    output_of,
     require,
     run_graph,
 )
@@ -54,40 +55,28 @@ class Fp8Plan:
 
 def plan_attention_fp8_forward(rt: Runtime, asked: Asked) -> Fp8Plan:
     """Find or build the graph."""
-    spec, q, k, v, terms, *_ = asked
-    size = asked.size
-    require(rt, "attention_fp8_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms, fp8=True)
-    out = asked.out or Tensor(0, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, None)
-    return _plan(rt, asked, (out,), backward=False)
+    require(rt, "attention_fp8_forward", asked, training=False, fp8=True)
+    return _plan(rt, asked, None)
 
 
 def plan_attention_fp8_backward(rt: Runtime, asked: Asked) -> Fp8Plan:
     """Find or build the graph."""
-    spec, q, k, v, terms, *_ = asked
-    size = asked.size
-    results = asked.grads or dense_like(q, k, v)
-    require(
-        rt, "attention_fp8_backward", spec, size, q.dtype, (q, k, v, *results), training=True, terms=terms, fp8=True
-    )
+    results = asked.grads or dense_like(asked.q, asked.k, asked.v)
+    require(rt, "attention_fp8_backward", asked, results, training=True, fp8=True)
     assert asked.dy is not None and asked.grad is not None
-    options = {"deterministic": spec.deterministic, "dy_dtype": asked.dy.dtype.name, "grad_dtype": asked.grad.name}
-    return _plan(rt, asked, results, backward=True, **options)
+    deterministic, grad = asked.spec.deterministic, asked.grad.name
+    return _plan(rt, asked, results, deterministic=deterministic, dy_dtype=asked.dy.dtype.name, grad_dtype=grad)
 
 
-def _plan(rt: Runtime, asked: Asked, results: tuple[Tensor, ...], *, backward: bool, **options: Any) -> Fp8Plan:
-    spec, q, k, v, terms, stats, *_ = asked
-    size = asked.size
-    frame = frame_of(spec, size, terms, backward)
-    empty = not q.size or not k.size
-    if empty:
-        frame = replace(frame, full=not spec.padded)  # all rows are such that see nothing
-    grads = (results[0], results[1], results[2]) if backward else None
-    found = layouts(frame, q, k, v, False, stats, grads, asked.out)
-    near = around(rt, frame, found, results, zero_sink=False)
+def _plan(rt: Runtime, asked: Asked, grads: tuple[Tensor, Tensor, Tensor] | None, **options: Any) -> Fp8Plan:
+    backward = grads is not None
+    frame = frame_of(asked, backward=backward)
+    found = layouts(frame, asked, asked.stats, grads)
+    near = around(rt, frame, found, grads or (output_of(asked),), zero_sink=False)
     kernel = loader.get(rt, "attention_amax", args="pppppf")
-    if empty:
+    if not asked.q.size or not asked.k.size:
         return Fp8Plan(None, near, kernel)
-    graph = graph_of(rt, graph_spec(frame, q.dtype, found, fp8=True, backward=backward, **options))
+    graph = graph_of(rt, graph_spec(frame, asked.q.dtype, found, fp8=True, backward=backward, **options))
     return Fp8Plan(graph, near, kernel)
 
 
