@@ -77,8 +77,7 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
     """
     op = "scale_pairs"
     for scale in (*scales, *places):
-        _check.vector(op, "scale", scale, 1, (dtypes.float32,))
-    _check.on_device(op, rt.device, *scales, *places)
+        _check.vector(op, rt.device, "scale", scale, 1, (dtypes.float32,))
     _check.written(op, "a place", *places)
     out = rt.empty((len(scales), 2), dtypes.float32)
     rt.backend.scale_pairs(rt, scales, places, out)
