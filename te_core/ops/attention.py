@@ -11,7 +11,7 @@ The statistics that backward reads are float32 [b, h, sq] (thd: [t, h]): log(sum
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.attention import DIMENSIONS, AttentionSpec, Sizes
@@ -21,9 +21,6 @@ from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, ch
 from te_core.ops.declare import operation, rules
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from te_core.ops.attention_fp8 import BackwardScales, ForwardScales
 
 
 class Attended(NamedTuple):
@@ -75,7 +72,7 @@ class ForwardOperands(NamedTuple):
     out: Tensor
     stats: Tensor | None
     max_logit: Tensor | None = None
-    scales: ForwardScales | None = None  # of FP8
+    scales: Any = None  # of FP8: `ForwardScales` of attention_fp8.py
 
 
 class BackwardOperands(NamedTuple):
@@ -93,7 +90,7 @@ class BackwardOperands(NamedTuple):
     dv: Tensor
     dbias: Tensor | None = None
     dsink: Tensor | None = None
-    scales: BackwardScales | None = None  # of FP8
+    scales: Any = None  # of FP8: `BackwardScales`
 
 
 #: Up to this many bytes, gradients that a backward makes lie in one block, each from a multiple of _ALIGNED on.

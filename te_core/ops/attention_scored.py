@@ -118,8 +118,8 @@ def _plan(rt: Runtime, asked: ScoredAsked) -> Any:
 
 @rules("""
     must "thd" not in (spec.q_format, spec.kv_format) and spec == AttentionSpec(spec.scale, spec.q_format,
-        spec.kv_format, bottom_right=spec.bottom_right, deterministic=spec.deterministic): a scale, and dense formats;
-        leave the rest to the functions
+        spec.kv_format, bottom_right=spec.bottom_right, deterministic=spec.deterministic): a scale, and dense
+        formats; leave the rest to the functions
 """)
 def _check_plain(op: str, rt: Runtime, spec: AttentionSpec) -> None:
     """Nothing but a scale is asked for. (Which corner the band begins in says nothing: there is none.)"""

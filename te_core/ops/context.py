@@ -41,7 +41,7 @@ class Span(NamedTuple):
         lengths in thd, or none; pass one of the two
     spans: Which chunks of the sequences, and where they lie (`Span`).
     must all(_is_span(span, 2 * size) for span in spans): spans of one or two ranges within [0, {2 * size}] (with
-        `before` one), parts from 1 on, a skip up to there
+        `before` one), parts from 1 on, a skip up to there; correct the spans
 """)
 def context_lengths(
     rt: Runtime,
