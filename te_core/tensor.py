@@ -232,6 +232,17 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def widest_access(*tensors: Tensor) -> int:
+    """The most bytes, up to 16, that divide every address, stride between several elements, and row of tensors."""
+    bits = 16
+    for t in tensors:
+        size = t.dtype.itemsize
+        bits |= t.ptr | t.shape[-1] * size
+        for step, n in zip(t.row_major_strides()[:-1], t.shape[:-1], strict=True):
+            bits |= step * size if n > 1 else 0
+    return bits & -bits
+
+
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     if 0 in shape:
         return True

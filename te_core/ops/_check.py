@@ -37,10 +37,13 @@ def sized(
         raise ArgumentError(operation, f"{name} = {t!r}", wanted, do or f"correct {name}")
 
 
-def vector(operation: str, name: str, t: Tensor | None, length: int, allowed: tuple[DType, ...]) -> None:
-    """`t`, if given, is a dense vector of this length and one of these dtypes."""
+def vector(
+    operation: str, device: Device, name: str, t: Tensor | None, length: int, allowed: tuple[DType, ...]
+) -> None:
+    """`t`, if given, is a dense vector of this length and one of these dtypes, on the device."""
     if t is not None:
         sized(operation, name, t, (length,), allowed)
+        on_device(operation, device, t)
 
 
 def broadcast(operation: str, name: str, t: Tensor, full: tuple[int, ...], allowed: tuple[DType, ...]) -> None:
@@ -57,13 +60,6 @@ def one_of(operation: str, name: str, value: object, allowed: tuple[object, ...]
     """`value` is one of the allowed ones."""
     if value not in allowed:
         raise ArgumentError(operation, f"{name}={value!r}", " or ".join(map(str, allowed)), f"choose an allowed {name}")
-
-
-def same_device(operation: str, *tensors: Tensor | None) -> None:
-    """All given tensors lie on one device."""
-    given = [t for t in tensors if t is not None]
-    for t in given[1:]:
-        on_device(operation, given[0].device, t)
 
 
 def on_device(operation: str, device: Device, *tensors: Tensor | None) -> None:
@@ -126,11 +122,6 @@ def stored(operation: str, device: Device, name: str, q: QuantizedTensor, *, wri
 def dtype(t: Tensor | None) -> DType | None:
     """The dtype of a tensor that may be missing."""
     return None if t is None else t.dtype
-
-
-def shape(t: Tensor | None) -> tuple[int, ...] | None:
-    """The shape of a tensor that may be missing."""
-    return None if t is None else t.shape
 
 
 def off(*tensors: Tensor | None) -> int:

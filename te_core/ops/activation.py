@@ -18,11 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_core.dtypes import DType
-from te_core.ops import _check
 from te_core.ops.declare import exported, operation
-from te_core.ops.quantize import allocate, check_cast, is_apart, key_of, needs_values, quantize
-from te_core.quantized import BLOCK, Cast, CastKey, QuantizedTensor
+from te_core.ops.quantize import allocate, check_cast, is_apart, needs_values, quantize
+from te_core.quantized import BLOCK, Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -50,16 +48,11 @@ class Clamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ActivationSpec:
-    """All that the launches of an activation depend on besides addresses."""
+    """What is asked of an activation besides its tensors."""
 
     kind: str
     clamp: Clamp  # read by clamped_swiglu
-    shape: tuple[int, ...]
-    dtype: DType
-    cast: CastKey | None
     keep: bool
-    alignment: int  # how far addresses are off the 16-byte grid, all of them together
-    sum: DType | None = None  # of the column sums of a backward
 
     @property
     def gated(self) -> bool:
@@ -115,16 +108,12 @@ def activation_forward(
         return (y if keep else None), quantize(rt, y, cast)
     if cast is not None:
         check_cast("activation_forward", rt.device, cast)
-    spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, _check.off(x))
-    shape = _result_shape(x, kind)
+    spec = ActivationSpec(kind, clamp or Clamp(), keep)
+    shape = x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1]
     y = rt.empty(shape, x.dtype) if needs_values(cast, keep) else None
     q = allocate(rt, shape, cast) if cast is not None else None
     rt.backend.activation_forward(rt, spec, ActivationOperands(x, None, y, cast, q, None))
     return (y if cast is None or keep else None), q
-
-
-def _result_shape(x: Tensor, kind: str) -> tuple[int, int]:
-    return x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1]
 
 
 @operation(
@@ -146,20 +135,16 @@ def activation_backward(
     column_sum: Tensor | None = None,
 ) -> tuple[Tensor | None, QuantizedTensor | None]:
     """(dx, quantized): dx has the shape and dtype of x. `column_sum` is set to the column sums of the rounded dx."""
-    if cast is not None and is_apart(cast, keep, in_blocks=kind not in GATED or _halves_fit(x)):
-        dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
-        assert dx is not None
-        return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
     if cast is not None:
+        # A gradient's halves are whole blocks, and two tiles fit into any multiprocessor at once.
+        fits = kind not in GATED or (x.shape[1] % (2 * BLOCK["block"]) == 0 and x.dtype.itemsize == 2)
+        if is_apart(cast, keep, in_blocks=fits):
+            dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
+            assert dx is not None
+            return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
         check_cast("activation_backward", rt.device, cast)
-    sums, off = _check.dtype(column_sum), _check.off(x, dy)
-    spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, off, sums)
+    spec = ActivationSpec(kind, clamp or Clamp(), keep)
     dx = rt.empty(x.shape, x.dtype) if needs_values(cast, keep) else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
     rt.backend.activation_backward(rt, spec, ActivationOperands(x, dy, dx, cast, q, column_sum))
     return (dx if cast is None or keep else None), q
-
-
-def _halves_fit(x: Tensor) -> bool:
-    """Whether a gradient's halves are whole blocks, and two tiles fit into any multiprocessor at once."""
-    return x.shape[1] % (2 * BLOCK["block"]) == 0 and x.dtype.itemsize == 2

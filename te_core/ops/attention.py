@@ -71,7 +71,8 @@ class ForwardOperands(NamedTuple):
     terms: Terms
     out: Tensor
     stats: Tensor | None
-    max_logit: Tensor | None
+    max_logit: Tensor | None = None
+    scales: Any = None  # of FP8: `ForwardScales` of attention_fp8.py
 
 
 class BackwardOperands(NamedTuple):
@@ -87,8 +88,9 @@ class BackwardOperands(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor | None
-    dsink: Tensor | None
+    dbias: Tensor | None = None
+    dsink: Tensor | None = None
+    scales: Any = None  # of FP8: `BackwardScales`
 
 
 #: Up to this many bytes, gradients that a backward makes lie in one block, each from a multiple of _ALIGNED on.
@@ -207,20 +209,14 @@ def _check_grads(op: str, rt: Runtime, q: Tensor, k: Tensor, v: Tensor, dq: Tens
 def _fresh(rt: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the gradients of q, k and v: one block where it is small, because an allocation costs 2 us."""
     dtype = q.dtype
-    places = _places(dtype, q.shape, k.shape, v.shape) if rt.joins else None
-    if places is None:
-        return rt.empty(q.shape, dtype), rt.empty(k.shape, dtype), rt.empty(v.shape, dtype)
-    at_k, at_v, nbytes = places
-    block = rt.empty((nbytes,), dtypes.uint8)
-    at, device = block.ptr, block.device
-    return (
-        Tensor(at, q.shape, dtype, device, block),
-        Tensor(at + at_k, k.shape, dtype, device, block),
-        Tensor(at + at_v, v.shape, dtype, device, block),
-    )
-
-
-def _places(dtype: DType, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Where k's and v's gradients begin behind q's, and the bytes of all three; None where they lie apart."""
-    sizes = [-(-dtype.nbytes(prod(shape)) // _ALIGNED) * _ALIGNED for shape in (q, k, v)]
-    return (sizes[0], sizes[0] + sizes[1], sum(sizes)) if sum(sizes) <= _ONE_BLOCK else None
+    if rt.joins:
+        sizes = [-(-dtype.nbytes(prod(t.shape)) // _ALIGNED) * _ALIGNED for t in (q, k, v)]
+        if sum(sizes) <= _ONE_BLOCK:
+            block = rt.empty((sum(sizes),), dtypes.uint8)
+            at, device = block.ptr, block.device
+            return (
+                Tensor(at, q.shape, dtype, device, block),
+                Tensor(at + sizes[0], k.shape, dtype, device, block),
+                Tensor(at + sizes[0] + sizes[1], v.shape, dtype, device, block),
+            )
+    return rt.empty(q.shape, dtype), rt.empty(k.shape, dtype), rt.empty(v.shape, dtype)

@@ -18,7 +18,7 @@ from te_core.attention import AttentionSpec
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
-from te_core.ops.attention import BACKWARD, FORWARD, Asked, Attended
+from te_core.ops.attention import BACKWARD, FORWARD, Asked, Attended, BackwardOperands, ForwardOperands
 from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, stats_memory
 from te_core.ops.declare import operation
 from te_core.runtime import Runtime
@@ -60,34 +60,6 @@ class BackwardScales(NamedTuple):
     dv: Scaled | None
 
 
-class Fp8ForwardOperands(NamedTuple):
-    """What a forward reads and writes."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    terms: Terms
-    scales: ForwardScales
-    out: Tensor
-    stats: Tensor | None
-
-
-class Fp8BackwardOperands(NamedTuple):
-    """What a backward reads and writes."""
-
-    dy: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    stats: Tensor
-    terms: Terms
-    scales: BackwardScales
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
 #: Scales that one `scale_pairs` takes.
 MAX_PAIRS = 4
 
@@ -105,8 +77,7 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
     """
     op = "scale_pairs"
     for scale in (*scales, *places):
-        _check.vector(op, "scale", scale, 1, (dtypes.float32,))
-    _check.on_device(op, rt.device, *scales, *places)
+        _check.vector(op, rt.device, "scale", scale, 1, (dtypes.float32,))
     _check.written(op, "a place", *places)
     out = rt.empty((len(scales), 2), dtypes.float32)
     rt.backend.scale_pairs(rt, scales, places, out)
@@ -137,7 +108,7 @@ def attention_fp8_forward(
     _check_scales(op, rt.device, scales)
     _check.written(op, "out", out)
     statistics = stats_memory(op, rt, q, spec, stats)
-    rt.backend.attention_fp8_forward(rt, plan, Fp8ForwardOperands(q, k, v, terms, scales, out, statistics))
+    rt.backend.attention_fp8_forward(rt, plan, ForwardOperands(q, k, v, terms, out, statistics, scales=scales))
     return Attended(out, statistics, None)
 
 
@@ -177,7 +148,7 @@ def attention_fp8_backward(
     check_stats(op, stats, q, spec)
     _check_scales(op, rt.device, scales)
     _check.written(op, "a gradient", *grads)
-    operands = Fp8BackwardOperands(dy, q, k, v, out, stats, terms, scales, *grads)
+    operands = BackwardOperands(dy, q, k, v, out, stats, terms, *grads, scales=scales)
     rt.backend.attention_fp8_backward(rt, plan, operands)
     return grads
 

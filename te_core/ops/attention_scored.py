@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from te_core import dtypes
-from te_core.attention import AttentionSpec, ScoreMod, Sizes
+from te_core.attention import AttentionSpec, ScoreMod
 from te_core.ops import _check
-from te_core.ops.attention_terms import NOTHING, Terms, check, check_results, check_stats, sizes_of, stats_shape
-from te_core.ops.declare import operation
+from te_core.ops.attention import Asked
+from te_core.ops.attention_terms import NOTHING, check, check_results, check_stats, stats_shape
+from te_core.ops.declare import operation, rules
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -26,23 +27,8 @@ MOST_GIVEN = 32
 Given = tuple[tuple[str, Tensor], ...]
 
 
-class ScoredAsked(NamedTuple):
-    """What a plan is made of: of tensors only what their memory is like."""
-
-    spec: AttentionSpec
-    mod: ScoreMod
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    given: Given
-    backward: bool
-    stats: bool
-    terms: Terms = NOTHING
-
-    @property
-    def size(self) -> Sizes:
-        """The sizes of its tensors."""
-        return sizes_of(self.q, self.k, self.v, self.spec, self.terms)
+#: What a plan is made of: a plain attention's, the functions, and their tensors.
+ScoredAsked = tuple[Asked, ScoreMod, Given]
 
 
 class Kept(NamedTuple):
@@ -55,22 +41,7 @@ class Kept(NamedTuple):
     stats: Tensor
 
 
-class ScoredOperands(NamedTuple):
-    """What a forward, or a backward, reads and writes."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    stats: Tensor | None
-    given: Given
-    dy: Tensor | None = None
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-
-
-@operation(runs="plan_attention_scored attention_scored", public=False)
+@operation(runs="attention.plan_attention_scored attention.attention_scored", public=False)
 def attention_scored_forward(
     rt: Runtime,
     q: Tensor,
@@ -85,14 +56,15 @@ def attention_scored_forward(
     """(the output, dense in q's format with d_v; the statistics for backward, if wanted)."""
     op = "attention_scored_forward"
     given = _given(op, rt, tensors, {})
-    plan = _planned(rt, ScoredAsked(spec, mod, q, k, v, given, False, stats))
+    plan = _planned(rt, (Asked(spec, q, k, v, NOTHING, stats), mod, given))
     out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
     statistics = rt.empty(stats_shape(q, spec.q_format), dtypes.float32) if stats else None
-    rt.backend.attention_scored(rt, plan, ScoredOperands(q, k, v, out, statistics, given))
+    named = {"q": q, "k": k, "v": v, "out": out, "stats": statistics}
+    rt.backend.attention_scored(rt, plan, {**named, **dict(given)})
     return out, statistics
 
 
-@operation(runs="plan_attention_scored attention_scored", public=False)
+@operation(runs="attention.plan_attention_scored attention.attention_scored", public=False)
 def attention_scored_backward(
     rt: Runtime,
     dy: Tensor,
@@ -108,9 +80,10 @@ def attention_scored_backward(
     check_results(op, q, v, dy=dy, out=out)
     check_stats(op, stats, q, spec)
     given = _given(op, rt, *tensors)
-    plan = _planned(rt, ScoredAsked(spec, mod, q, k, v, given, True, True))
+    plan = _planned(rt, (Asked(spec, q, k, v, NOTHING, dy=dy), mod, given))
     dq, dk, dv = (rt.empty(t.shape, t.dtype) for t in (q, k, v))
-    rt.backend.attention_scored(rt, plan, ScoredOperands(q, k, v, out, stats, given, dy, dq, dk, dv))
+    named = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
+    rt.backend.attention_scored(rt, plan, {**named, **dict(given)})
     return dq, dk, dv
 
 
@@ -131,27 +104,22 @@ def _given(op: str, rt: Runtime, forward: Mapping[str, Tensor], backward: Mappin
 
 def _planned(rt: Runtime, asked: ScoredAsked) -> Any:
     """The plan: found again where the functions have a key, else made for this call alone."""
-    key = asked.mod.key
-    if key is None:
-        return _plan(rt, asked)
-    return rt.plans.find(rt, _plan, asked, key, like=asked._replace(mod=ScoreMod(None)))
+    plain, mod, given = asked
+    return _plan(rt, asked) if mod.key is None else rt.plans.find(rt, _plan, asked, mod.key, like=(plain, given))
 
 
 def _plan(rt: Runtime, asked: ScoredAsked) -> Any:
-    op, spec = f"attention_scored_{'backward' if asked.backward else 'forward'}", asked.spec
-    check(op, rt, asked.q, asked.k, asked.v, spec, NOTHING, TYPES)
-    plain = AttentionSpec(
-        spec.scale,
-        spec.q_format,
-        spec.kv_format,
-        bottom_right=spec.bottom_right,  # of a band that is not there
-        deterministic=spec.deterministic,
-    )
-    _check.require(
-        spec == plain and "thd" not in (spec.q_format, spec.kv_format),
-        op,
-        f"{spec}",
-        "a scale, and dense formats",
-        "leave the rest to the functions",
-    )
+    spec, q, k, v, *_ = asked[0]
+    op = f"attention_scored_{'forward' if asked[0].dy is None else 'backward'}"
+    check(op, rt, q, k, v, spec, NOTHING, TYPES)
+    _check_plain(op, rt, spec)
     return rt.backend.plan_attention_scored(rt, asked)
+
+
+@rules("""
+    must "thd" not in (spec.q_format, spec.kv_format) and spec == AttentionSpec(spec.scale, spec.q_format,
+        spec.kv_format, bottom_right=spec.bottom_right, deterministic=spec.deterministic): a scale, and dense
+        formats; leave the rest to the functions
+""")
+def _check_plain(op: str, rt: Runtime, spec: AttentionSpec) -> None:
+    """Nothing but a scale is asked for. (Which corner the band begins in says nothing: there is none.)"""

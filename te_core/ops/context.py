@@ -8,11 +8,9 @@ number c are valid. Nothing here waits for the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core import dtypes
-from te_core.errors import ArgumentError
 from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -32,15 +30,6 @@ class Span(NamedTuple):
     before: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ContextLengthsSpec:
-    """What is asked of `context_lengths`; `chunk` is 0 where padded lengths say how long chunks are."""
-
-    size: int
-    chunk: int
-    spans: tuple[Span, ...]
-
-
 @operation("""
     cu_seqlens [offsets] i32: Running sums of the lengths, [b + 1].
     must offsets >= 1: running sums that begin with 0; correct cu_seqlens
@@ -51,6 +40,8 @@ class ContextLengthsSpec:
     must chunk >= 0 and not (chunk and cu_seqlens_padded is not None): a chunk's length in dense formats, padded
         lengths in thd, or none; pass one of the two
     spans: Which chunks of the sequences, and where they lie (`Span`).
+    must all(_is_span(span, 2 * size) for span in spans): spans of one or two ranges within [0, {2 * size}] (with
+        `before` one), parts from 1 on, a skip up to there; correct the spans
 """)
 def context_lengths(
     rt: Runtime,
@@ -71,15 +62,8 @@ def context_lengths(
     A padded length that 2 * size does not divide is an error on the CPU. On a GPU nobody waits for the lengths:
     `context_mark` puts NaN into the tokens of such a sequence.
     """
-    spec = ContextLengthsSpec(size, chunk, tuple(spans))
-    for span in spec.spans:
-        if not _is_span(span, 2 * size):
-            allowed = (
-                f"one or two ranges within [0, {2 * size}] (with `before` one), parts from 1 on, a skip up to there"
-            )
-            raise ArgumentError("context_lengths", f"{span} of {size} ranks", allowed, "correct the span")
-    out = rt.empty((2 * len(spec.spans), cu_seqlens.shape[0]), dtypes.int32)
-    rt.backend.context_lengths(rt, spec, cu_seqlens, cu_seqlens_padded, out)
+    out = rt.empty((2 * len(spans), cu_seqlens.shape[0]), dtypes.int32)
+    rt.backend.context_lengths(rt, size, chunk, tuple(spans), cu_seqlens, cu_seqlens_padded, out)
     return out
 
 

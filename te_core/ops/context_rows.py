@@ -14,8 +14,6 @@ A rank's tokens of a sequence are its chunks r and 2 * size - 1 - r (te_core/ops
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from te_core.attention import DIMENSIONS, FORMATS  # noqa: F401  (of the declaration)
 from te_core.ops import _check
 from te_core.ops.declare import operation
@@ -23,16 +21,6 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 MOVES = ("heads_to_ranks", "ranks_to_heads", "sequence_to_ranks", "ranks_to_sequence")
-
-
-@dataclass(frozen=True, slots=True)
-class ContextRowsSpec:
-    """What is asked for besides the tensors."""
-
-    how: str
-    form: str
-    size: int
-    parts: int
 
 
 @operation("""
@@ -73,7 +61,7 @@ def context_rows(
     _check_parts("context_rows", t, how, form, size)
     if out is None:
         out = rt.empty(_shape(t, how, form, size), t.dtype)
-    rt.backend.context_rows(rt, ContextRowsSpec(how, form, size, parts), t, cu_seqlens_padded, out)
+    rt.backend.context_rows(rt, how, form, size, parts, t, cu_seqlens_padded, out)
     return out
 
 

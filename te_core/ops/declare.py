@@ -214,7 +214,12 @@ class Operation:
         if not isinstance(t, Tensor):
             raise wrong_kind(name, rule.name, t, Tensor)
         hidden = dict.fromkeys(self.set[number], None)
-        sizes = [value for size in _sizes(rule.size) for value in _values(size, {**space, **hidden})]
+        sizes: list[Any] = []  # a dimension's own text where it is not known
+        for size in _sizes(rule.size):
+            found = [None]
+            with suppress(NameError):
+                found = list(eval(f"({size},)", {**space, **hidden}))
+            sizes += [size] if found == [None] else found
         if rule.size[0] == "=":
             sizes = list(space[rule.size[1:]].shape)
         types = self._types(rule, space)
@@ -310,14 +315,6 @@ def _sizes(size: str) -> list[str]:
         return []
     parsed: Any = ast.parse(size, mode="eval").body
     return [ast.unparse(one) for one in parsed.elts]
-
-
-def _values(size: str, space: dict[str, Any]) -> list[Any]:
-    """A dimension, or several; its own text where it is not known."""
-    found = [None]
-    with suppress(NameError):
-        found = list(eval(f"({size},)", space))
-    return [size] if found == [None] else found
 
 
 def _tensor(layout: str, shape: str, types: tuple[DType, ...], more: str = "") -> str:

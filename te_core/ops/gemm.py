@@ -155,19 +155,9 @@ def gemm(
     dt = out.dtype if out is not None else (out_dtype or (a.dtype if a.dtype in ACTIVATION_DTYPES else dtypes.bfloat16))
     address = reduce(or_, [t.ptr for t in (a, b, out, bias, aux, a_sum, out_sum) if t])
     rest = bias, aux, a_sum, out_sum, a_amax, b_amax, turned
-    asked = _Asked(
-        GemmOperands(a, b, out, _stored(a_scale), _stored(b_scale), *rest),  # type: ignore[arg-type]
-        bool(trans_a),
-        bool(trans_b),
-        dt,
-        epilogue,
-        bool(accumulate),
-        bool(split_accumulator),
-        bool(tf32),
-        address & -address & 255 or 256,
-        a_format,
-        b_format,
-    )
+    how = dt, epilogue, bool(trans_a), bool(trans_b), bool(accumulate), bool(split_accumulator), bool(tf32)
+    operands = GemmOperands(a, b, out, _stored(a_scale), _stored(b_scale), *rest)  # type: ignore[arg-type]
+    asked = operands, *how, address & -address & 255 or 256, a_format, b_format
     plan = rt.plans.find(rt, _plan, asked, autotuning())
     _check.written("gemm", "a result", out, aux if epilogue == "gelu" else None, a_sum, out_sum)
     if out is None:
@@ -178,47 +168,31 @@ def gemm(
     return out
 
 
-class _Asked(NamedTuple):
-    """What the plan of a product is made of: of tensors only what their memory is like. Names as in `GemmSpec`."""
-
-    operands: GemmOperands  # whose out may be None
-    trans_a: bool
-    trans_b: bool
-    out: DType
-    epilogue: str | None
-    accumulate: bool
-    split_accumulator: bool
-    tf32: bool
-    alignment: int
-    a_format: Format | None
-    b_format: Format | None
-
-
-def _plan(rt: Runtime, asked: _Asked) -> GemmPlan:
+def _plan(rt: Runtime, asked: tuple[Any, ...]) -> GemmPlan:
     """Its arguments are looked at once for all tensors that are alike."""
-    op, o, form, other = "gemm", asked.operands, asked.a_format, asked.b_format
+    op, (o, out, epilogue, trans_a, trans_b, accumulate, split, tf32, alignment, form, other) = "gemm", asked
     _check.on_device(op, rt.device, *o[:-1])
     for name, t in (("a", o.a), ("b", o.b)):
         _check.matrix(op, name, t)
-    m, k = reversed(o.a.shape) if asked.trans_a else o.a.shape
-    kb, n = reversed(o.b.shape) if asked.trans_b else o.b.shape
-    flips = [" transposed" if flag else "" for flag in (asked.trans_a, asked.trans_b)]
+    m, k = reversed(o.a.shape) if trans_a else o.a.shape
+    kb, n = reversed(o.b.shape) if trans_b else o.b.shape
+    flips = [" transposed" if flag else "" for flag in (trans_a, trans_b)]
     shapes = f"a {tuple(o.a.shape)}{flips[0]}, b {tuple(o.b.shape)}{flips[1]}"
     _check.require(k == kb, op, shapes, "equal contraction sizes", "check the shapes and the trans_ flags")
-    a, b = o.a.dtype, o.b.dtype
-    if form is None and other is None and o.a_amax is None:
-        (_check_fp8 if a.is_fp8 or b.is_fp8 else _check_wide)(op, rt, o, asked, n, k)
+    if form is not None and form.scaling == "nvfp4":  # two elements a byte
+        k *= 2
+    bias, aux, a_sum, out_sum = map(_check.dtype, (o.bias, o.aux, o.a_sum, o.out_sum))
+    a, b = (t.dtype if f is None else f.dtype for t, f in ((o.a, form), (o.b, other)))
+    types = a, b, out, bias, epilogue, aux, a_sum, out_sum
+    spec = GemmSpec(m, n, k, trans_a, trans_b, *types, accumulate, split, tf32, alignment, form, other)
+    if form is not None or other is not None or o.a_amax is not None:
+        _check_formats(f"gemm ({form.scaling if form is not None else 'tensor'})", rt, o, spec, m, n, k)
+    elif a.is_fp8 or b.is_fp8:
+        _check_fp8(op, rt, o, spec, n, k)
     else:
-        if form is not None and form.scaling == "nvfp4":
-            k *= 2
-        _check_formats(f"gemm ({form.scaling if form is not None else 'tensor'})", rt, o, asked, m, n, k)
-        assert form is not None and other is not None
-        a, b = form.dtype, other.dtype
-    _check_results(op, rt, o, asked, m, n)
-    names = ("bias", "aux", "a_sum", "out_sum")
-    same = {name: value for name, value in asked._asdict().items() if name != "operands"}
-    types: dict[str, Any] = {name: _check.dtype(getattr(o, name)) for name in names}
-    plan: GemmPlan = rt.backend.plan_gemm(rt, GemmSpec(m, n, k, a=a, b=b, **types, **same))
+        _check_wide(op, rt, o)
+    _check_results(op, rt, o, spec, m, n)
+    plan: GemmPlan = rt.backend.plan_gemm(rt, spec)
     return plan
 
 
@@ -238,7 +212,7 @@ def _in_order(rt: Runtime, plan: GemmPlan, *scales: Tensor | Scales | None) -> l
         float16 (or an FP8 pair); convert one of them
     must _o.a_scale is None and _o.b_scale is None: scales with FP8 operands; leave the scales out
 """)
-def _check_wide(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, n: int, k: int) -> None:
+def _check_wide(op: str, rt: Runtime, _o: GemmOperands) -> None:
     """Operands without scales."""
 
 
@@ -253,7 +227,7 @@ def _check_wide(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, n: int, k: i
     _o.a_scale? [1] f32
     _o.b_scale? [1] f32
 """)
-def _check_fp8(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, n: int, k: int) -> None:
+def _check_fp8(op: str, rt: Runtime, _o: GemmOperands, _s: GemmSpec, n: int, k: int) -> None:
     """Operands with a scale each."""
 
 
@@ -273,7 +247,7 @@ def _check_fp8(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, n: int, k: in
     must _o.aux is None or _s.epilogue is not None: aux with dgelu or gelu; leave aux out
     must _o.out_sum is None or _s.epilogue == "dgelu": out_sum with dgelu only; sum the output in a separate call
 """)
-def _check_results(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, m: int, n: int) -> None:
+def _check_results(op: str, rt: Runtime, _o: GemmOperands, _s: GemmSpec, m: int, n: int) -> None:
     """What a product writes, and what it reads besides its operands."""
 
 
@@ -295,7 +269,7 @@ _STEPS = {"block": (8, PAD, PAD), "mxfp8": (32, 32, 32), "nvfp4": (PAD, PAD, 32)
     must not any(size % step for size, step in zip((m, n, k), _STEPS[_s.a_format.scaling])): M, N and K divisible by
         {_STEPS[_s.a_format.scaling]}; multiply whole stored copies and cut the result
 """)
-def _check_formats(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, m: int, n: int, k: int) -> None:
+def _check_formats(op: str, rt: Runtime, _o: GemmOperands, _s: GemmSpec, m: int, n: int, k: int) -> None:
     """Operands with a scale for each block; K in elements."""
     operands = (("a", _o.a, _s.a_format, m, _o.a_scale, _o.a_amax), ("b", _o.b, _s.b_format, n, _o.b_scale, _o.b_amax))
     for name, t, form, rows, scale, amax in operands:
@@ -305,7 +279,7 @@ def _check_formats(op: str, rt: Runtime, _o: GemmOperands, _s: _Asked, m: int, n
         _check_scale(op, f"{name}_scale", scale, form, rows, k)
         if form.scaling == "nvfp4":
             _check.require(amax is not None, op, f"{name}_amax=None", "a float32 [1] tensor", f"pass {name}_amax")
-            _check.vector(op, f"{name}_amax", amax, 1, (dtypes.float32,))
+            _check.vector(op, rt.device, f"{name}_amax", amax, 1, (dtypes.float32,))
 
 
 def _check_scale(op: str, name: str, scale: Tensor | None, form: Format, rows: int, k: int) -> None:

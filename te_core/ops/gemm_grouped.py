@@ -85,7 +85,14 @@ def gemm_grouped(
         result = out.rows(start, stop) if isinstance(out, Tensor) else out[i]
         left = a.rows(start, stop) if isinstance(a, Tensor) else a[i]
         right = b.rows(start, stop) if isinstance(b, Tensor) else b[i]
-        _check_rows(op, i, stop - start, (left, right) if trans_a else (left,))
+        for x in (left, right) if trans_a else (left,):  # of quantized ones storage has more rows
+            if x.shape[0] != stop - start:
+                raise ArgumentError(
+                    op,
+                    f"{x!r} of group {i}, which has {stop - start} rows",
+                    "operands with as many rows as the sizes say",
+                    "correct the sizes or the operands",
+                )
         if start == stop:
             if trans_a:
                 _check.result(op, rt.device, "out", result, (left.shape[1], right.shape[1]), ACTIVATION_DTYPES)
@@ -116,23 +123,10 @@ def gemm_grouped(
             gemm(rt, x, y, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=accumulate)
 
 
-def _check_rows(op: str, group: int, rows: int, operands: Sequence[Tensor | QuantizedTensor]) -> None:
-    """Operands of a group have its rows, which storage rounds up."""
-    for x in operands:
-        if x.shape[0] != rows:
-            raise ArgumentError(
-                op,
-                f"{x!r} of group {group}, which has {rows} rows",
-                "operands with as many rows as the sizes say",
-                "correct the sizes or the operands",
-            )
-
-
 def _sizes(op: str, rt: Runtime, groups: int, offsets: Tensor | None, sizes: Sequence[int] | None) -> Sequence[int]:
     """The rows of each group, on the host."""
     if offsets is not None:
-        _check.vector(op, "offsets", offsets, groups + 1, (dtypes.int32,))
-        _check.on_device(op, rt.device, offsets)
+        _check.vector(op, rt.device, "offsets", offsets, groups + 1, (dtypes.int32,))
     if sizes is None:
         _check.require(
             offsets is not None and offsets.device is not META,

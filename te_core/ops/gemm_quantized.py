@@ -25,7 +25,7 @@ from te_core.ops.gemm import gemm
 from te_core.ops.matrix import resize
 from te_core.ops.quantize import dequantize
 from te_core.ops.swizzle import Scales
-from te_core.quantized import Format, QuantizedTensor, padded
+from te_core.quantized import Format, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
 
@@ -151,8 +151,7 @@ def _check_shapes(
     _check.stored(op, place, "a", a)
     _check.stored(op, place, "b", b)
     _check.result(op, place, "out", out, (rows, cols), ACTIVATION_DTYPES)
-    _check.vector(op, "bias", bias, cols, ACTIVATION_DTYPES)
-    _check.on_device(op, place, bias)
+    _check.vector(op, place, "bias", bias, cols, ACTIVATION_DTYPES)
 
 
 def _native(
@@ -169,35 +168,16 @@ def _native(
     right, right_scale, right_amax = _copy(b, b_columnwise)
     rows, cols = out.shape
     form = a.format
-    if form.scaling == "tensor":
-        # A GEMM takes any number of rows but columns by 16 only.
-        if rows != left.shape[0]:
-            left = left.rows(0, rows)
-        if padded(cols) == cols:
-            gemm(
-                rt,
-                left,
-                right,
-                trans_b=True,
-                a_scale=left_scale,
-                b_scale=right_scale,
-                bias=bias,
-                out=out,
-                accumulate=accumulate,
-                split_accumulator=split_accumulator,
-                turned=turned,
-            )
-            return
-        high = rows
-    else:
-        high = left.shape[0] if form.transposed or not a_columnwise else left.shape[1]
+    high = left.shape[0] if form.transposed or not a_columnwise else left.shape[1]
+    blocks = form.scaling != "tensor"
+    if not blocks and rows != high:  # a GEMM takes any number of rows but columns by 16 only
+        left, high = left.rows(0, rows), rows
     two_orders = form.scaling in ("mxfp8", "nvfp4")
     wide = right.shape[0] if b.format.transposed or not b_columnwise else right.shape[1]
     exact = (high, wide) == (rows, cols)
     if bias is not None and wide != cols:
         bias = resize(rt, bias.reshape(1, cols), 1, wide).reshape(wide)
     full = out if exact else rt.empty((high, wide), out.dtype)
-    blocks = form.scaling != "tensor"
     gemm(
         rt,
         left,

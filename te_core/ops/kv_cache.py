@@ -8,7 +8,6 @@ host or depends on values it knows, so a captured graph goes on working while se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.ops import _check
 from te_core.ops.declare import exported, operation, rules
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Tensor, widest_access
 
 DTYPES = (*ACTIVATION_DTYPES, dtypes.float8_e4m3, dtypes.float8_e5m2, dtypes.uint8)
 
@@ -73,22 +72,6 @@ class KVAppendSpec:
     v_steps: tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class KVMoveSpec:
-    """All that the launch of `kv_move` depends on besides addresses."""
-
-    cache: KVCacheSpec
-    longest: int
-
-
-@dataclass(frozen=True, slots=True)
-class KVGatherSpec:
-    """All that the launch of `kv_gather` depends on besides addresses."""
-
-    cache: KVCacheSpec
-    sequences: int
-
-
 @operation("""
     new_k: New keys.
     new_v: New values.
@@ -131,16 +114,16 @@ def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None
     `moves` int32 [n, 3]: (row to, row from, tokens). Row -1 is a spare one that keeps what was moved there last, for
     rows that change places. No move has more than `longest` tokens; one that names a row behind the last is not made.
     """
-    spec = rt.plans.find(rt, _move_spec, (cache, longest))
+    spec = rt.plans.find(rt, _move_spec, cache)
     _check.written("kv_move", "the cache", cache.k, cache.v)
-    rt.backend.kv_move(rt, spec, cache, moves)
+    rt.backend.kv_move(rt, spec, cache, moves, min(longest, spec.capacity))
 
 
-def _move_spec(rt: Runtime, asked: tuple[KVCache, int]) -> KVMoveSpec:
-    op, (cache, longest) = "kv_move", asked
+def _move_spec(rt: Runtime, cache: KVCache) -> KVCacheSpec:
+    op = "kv_move"
     _check_cache(op, rt, cache)
     _check.require(cache.pages is None, op, "a paged cache", "a contiguous one", "permute its page table instead")
-    return KVMoveSpec(_cache_spec(cache), min(longest, cache.capacity))
+    return _cache_spec(cache)
 
 
 @operation("""
@@ -153,28 +136,16 @@ def kv_gather(rt: Runtime, cache: KVCache, cu_cached: Tensor) -> tuple[Tensor, T
     _check_cache("kv_gather", rt, cache)
     rows = cu_cached.shape[0] - 1
     k, v = (rt.empty((rows, cache.capacity, *t.shape[2:]), t.dtype) for t in (cache.k, cache.v))
-    rt.backend.kv_gather(rt, KVGatherSpec(_cache_spec(cache), rows), cache, cu_cached, k, v)
+    rt.backend.kv_gather(rt, _cache_spec(cache), cache, cu_cached, k, v)
     return k, v
 
 
 def _cache_spec(cache: KVCache, *others: Tensor) -> KVCacheSpec:
     k, v, _ = cache
     heads = (k.shape[3] * k.dtype.itemsize, v.shape[3] * v.dtype.itemsize)
-    bits = 16
-    for t in (k, v, *others):
-        bits |= t.ptr
-        for n in _byte_steps(t):
-            bits |= n
     blocks, tokens, groups, _ = k.shape
-    paged = cache.pages is not None
-    return KVCacheSpec(cache.rows, cache.capacity, blocks, tokens, paged, groups, *heads, vector=bits & -bits)
-
-
-def _byte_steps(t: Tensor) -> Iterator[int]:
-    """The strides along which there is a next one, and the length of the last dimension."""
-    strides = t.row_major_strides()[:-1]
-    for n in (*(s for s, count in zip(strides, t.shape[:-1], strict=True) if count > 1), t.shape[-1]):
-        yield n * t.dtype.itemsize
+    paged, vector = cache.pages is not None, widest_access(k, v, *others)
+    return KVCacheSpec(cache.rows, cache.capacity, blocks, tokens, paged, groups, *heads, vector)
 
 
 def _steps(form: str, new: Tensor) -> tuple[int, int, int]:

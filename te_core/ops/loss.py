@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core import dtypes
-from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.ops import _check
 from te_core.ops.declare import operation
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -45,16 +43,6 @@ class LossTerms:
             raise ArgumentError("cross entropy", f"label_smoothing={self.label_smoothing}", "0 to 1", "correct it")
         if not 0.0 <= self.z_loss < float("inf"):
             raise ArgumentError("cross entropy", f"z_loss={self.z_loss}", "a finite number from 0 on", "correct it")
-
-
-@dataclass(frozen=True, slots=True)
-class LossOpSpec:
-    """All that a launch over logits depends on besides addresses and `terms`."""
-
-    shape: tuple[int, ...]
-    dtype: DType
-    target: DType
-    alignment: int  # how far addresses are off the 16-byte grid, all of them together
 
 
 class LossOperands(NamedTuple):
@@ -87,8 +75,7 @@ _ROWS = """
 def loss_facts(rt: Runtime, logits: Tensor, target: Tensor, *, terms: LossTerms, out: Tensor | None = None) -> Tensor:
     """float32 [M, FACTS] of the rows of logits [M, V]; target int64 or int32 [M]."""
     facts = rt.empty((logits.shape[0], FACTS), dtypes.float32) if out is None else out
-    spec = LossOpSpec(logits.shape, logits.dtype, target.dtype, _check.off(logits))
-    rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, facts, None, None, None))
+    rt.backend.loss_rows(rt, terms, LossOperands(logits, target, facts, None, None, None))
     return facts
 
 
@@ -145,8 +132,7 @@ def loss_gradient(
         facts = rt.empty((logits.shape[0], FACTS), dtypes.float32)
     if out is None:
         out = rt.empty(logits.shape, logits.dtype)
-    spec = LossOpSpec(logits.shape, logits.dtype, target.dtype, _check.off(logits, out))
     read = facts if known is None else known
     assert read is not None
-    rt.backend.loss_rows(rt, spec, terms, LossOperands(logits, target, read, known, grad, out))
+    rt.backend.loss_rows(rt, terms, LossOperands(logits, target, read, known, grad, out))
     return out, None if known is not None else facts

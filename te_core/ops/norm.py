@@ -7,6 +7,9 @@ cast from exactly that rounded value, so fused equals unfused bit for bit. mean 
 
 In a residual stream both directions take the addition beside the norm along: forward norms the sum of a `Branch`,
 which `ops.bias_dropout_add` would form bit for bit; backward adds the gradient that comes round the norm.
+
+Beside them the L2 norm, rows divided by their length: y = x * r, r = 1 / sqrt(sum(x^2) + eps), a sum and not a mean,
+rounded once to x's dtype. Its backward computes r again: dx = r * (dy - x * r^2 * sum(dy * x)).
 """
 
 from __future__ import annotations
@@ -87,6 +90,28 @@ class NormGradients(NamedTuple):
     dbeta: Tensor | None
 
 
+_ROWS = """
+    x [M, N] act
+    must 1 <= N <= MAX_ROW: rows of 1 to {MAX_ROW} elements; use a shorter row
+"""
+
+
+@operation(_ROWS)
+def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
+    """y for the rows of a dense matrix x [M, d]."""
+    y = rt.empty(x.shape, x.dtype)
+    rt.backend.l2_norm_forward(rt, x, y, eps)
+    return y
+
+
+@operation(_ROWS, "dy =x")
+def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, *, eps: float) -> Tensor:
+    """dx, in x's dtype."""
+    dx = rt.empty(x.shape, x.dtype)
+    rt.backend.l2_norm_backward(rt, dy, x, dx, eps)
+    return dx
+
+
 _NORMED = """
     kind in KINDS: Which norm it is.
     x [M, N] act: Input.
@@ -125,22 +150,9 @@ def norm_forward(
 
     mean is None for RMSNorm. `sm_margin` leaves that many multiprocessors to others.
     """
-    # A launch of its own, from the rounded values, as fused kernels have them.
+    apart, wanted = None, keep  # a launch of its own, from the rounded values, as fused kernels have them
     if cast is not None and is_apart(cast, keep, in_blocks=out_dtype in (None, x.dtype)):
-        y, _, mean, rstd = norm_forward(
-            rt,
-            x,
-            gamma,
-            beta,
-            kind=kind,
-            eps=eps,
-            zero_centered=zero_centered,
-            out_dtype=out_dtype,
-            sm_margin=sm_margin,
-            branch=branch,
-        )
-        assert y is not None
-        return (y if keep else None), quantize(rt, y, cast), mean, rstd
+        apart, cast, keep = cast, None, False
     out_dtype = out_dtype or x.dtype
     op = "norm_forward"
     _check.one_of(op, "dtype of the output", out_dtype, ACTIVATION_DTYPES)
@@ -150,8 +162,8 @@ def norm_forward(
     if branch is not None:
         _check_branch(op, rt, x, branch)
         off |= _check.off(branch.residual, branch.sum, branch.bias)
-    spec = NormOpSpec(kind, x.shape, x.dtype, gamma.dtype, out_dtype, zero_centered, sm_margin, off)
-    spec = replace(spec, cast=key_of(cast), keep=keep)
+    types = x.dtype, gamma.dtype, out_dtype
+    spec = NormOpSpec(kind, x.shape, *types, zero_centered, sm_margin, off, key_of(cast), keep)
     if branch is not None:
         spec = replace(spec, branch=True, bias=branch.bias is not None, p=branch.p)
     y = rt.empty(x.shape, out_dtype) if needs_values(cast, keep) else None
@@ -159,6 +171,8 @@ def norm_forward(
     mean = rt.empty((x.shape[0],), dtypes.float32) if kind == "LayerNorm" else None
     rstd = rt.empty((x.shape[0],), dtypes.float32)
     rt.backend.norm_forward(rt, spec, NormOperands(x, gamma, beta, y, cast, q, mean, rstd, eps, branch))
+    if apart is not None and y is not None:
+        return (y if wanted else None), quantize(rt, y, apart), mean, rstd
     return (y if cast is None or keep else None), q, mean, rstd
 
 

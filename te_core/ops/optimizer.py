@@ -144,8 +144,7 @@ def _check_rule(op: str, rt: Runtime, rule: AdamRule) -> None:
     """Numbers that are tensors are read on the device."""
     for name, given, kind in (("lr", rule.lr, "float32"), ("step", rule.step, "int32")):
         if isinstance(given, Tensor):
-            _check.vector(op, name, given, 1, (dtypes.dtype(kind),))
-            _check.on_device(op, rt.device, given)
+            _check.vector(op, rt.device, name, given, 1, (dtypes.dtype(kind),))
 
 
 @rules("""
@@ -274,8 +273,7 @@ def scale_many(
         for t in of[:1]:
             _check.one_of(op, f"dtype of {name}", t.dtype, ACTIVATION_DTYPES)
     if isinstance(scale, Tensor):
-        _check.vector(op, "scale", scale, 1, (dtypes.float32,))
-        _check.on_device(op, rt.device, scale)
+        _check.vector(op, rt.device, "scale", scale, 1, (dtypes.float32,))
     elif not isinstance(scale, (int, float)):
         raise ArgumentError(op, f"scale of type {type(scale).__name__}", "a number or a tensor", "correct scale")
     pairs = [pair for pair in zip(sources, outs, strict=True) if pair[0].size]

@@ -6,7 +6,6 @@ tokens have to go for that, and its running sums say how long the rows then are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from te_core import dtypes
@@ -16,16 +15,6 @@ from te_core.tensor import Tensor
 
 _FORMATS = ("sbhd", "bshd")
 _MASKS = (dtypes.bool_, dtypes.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class PaddingOrderSpec:
-    """Place p of row r is place p * token_step + r * row_step among all tokens."""
-
-    rows: int
-    length: int  # of a row
-    token_step: int
-    row_step: int
 
 
 @operation("""
@@ -44,8 +33,8 @@ def padding_order(rt: Runtime, mask: Tensor, *, form: str) -> tuple[Tensor, Tens
         cu_seqlens  int32 [b + 1]: running sums of the tokens of rows
     """
     rows, length = mask.shape[0], prod(mask.shape[1:])
-    steps = (rows, 1) if form == "sbhd" else (1, length)
+    steps = (rows, 1) if form == "sbhd" else (1, length)  # from a token, and from a row, to the next
     there, again = (rt.empty((mask.size,), dtypes.int64) for _ in range(2))
     cu = rt.empty((rows + 1,), dtypes.int32)
-    rt.backend.padding_order(rt, PaddingOrderSpec(rows, length, *steps), mask, there, again, cu)
+    rt.backend.padding_order(rt, steps, mask.reshape(rows, length), there, again, cu)
     return there, again, cu

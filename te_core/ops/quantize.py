@@ -268,7 +268,7 @@ class ScalingState:
                 allowed = "a dense float32 history [rows, slots], scale and used [slots]"
                 raise ArgumentError("ScalingState", f"{name} = {t!r}", allowed, f"correct {name}")
             _check.written("ScalingState", name, t)
-        _check.same_device("ScalingState", self.scale, self.history, self.used)
+        _check.on_device("ScalingState", self.scale.device, self.history, self.used)
 
 
 @operation(

@@ -130,7 +130,7 @@ def _check_alike(
 ) -> None:
     """What one launch takes for granted of all matrices."""
     x, first = parts[0], casts[0]
-    _check.on_device(op, rt.device, x, *(column_sums or ()))
+    _check.on_device(op, rt.device, x)
     for part in parts:
         one = part.ndim == 2 and part.shape[1] == x.shape[1] and part.dtype is x.dtype and part.device is x.device
         if not (one and part.is_contiguous):
@@ -143,7 +143,7 @@ def _check_alike(
             raise ArgumentError(op, "casts of different rules", allowed, "quantize others separately")
     for total in column_sums or ():
         kinds = (column_sums[0].dtype,) if total is not column_sums[0] else ACTIVATION_DTYPES  # type: ignore[index]
-        _check.vector(op, "column_sum", total, x.shape[1], kinds)
+        _check.vector(op, rt.device, "column_sum", total, x.shape[1], kinds)
         _check.written(op, "column_sum", total)
 
 

@@ -13,7 +13,6 @@ from te_core.ops.gemm import *
 from te_core.ops.gemm_grouped import *
 from te_core.ops.gemm_quantized import *
 from te_core.ops.kv_cache import *
-from te_core.ops.l2_norm import *
 from te_core.ops.loss import *
 from te_core.ops.matrix import *
 from te_core.ops.norm import *

@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod  # noqa: F401  (of a declaration)
 
-from te_core.dtypes import DType
 from te_core.ops import _check
 from te_core.ops.declare import exported, operation
 from te_core.runtime import Runtime
@@ -41,18 +40,6 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class RopeOpSpec:
-    """All that the launch of `rope` depends on besides addresses."""
-
-    turn: Turn
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    dtype: DType
-    table: tuple[int, ...]  # the shape of freqs
-    alignment: int  # how far addresses are off the 16-byte grid, all of them together
-
-
-@dataclass(frozen=True, slots=True)
 class Split:
     """How a packed row is made of heads."""
 
@@ -60,19 +47,6 @@ class Split:
     groups: int
     dims: tuple[int, int, int]
     interleaved: bool  # by groups
-
-
-@dataclass(frozen=True, slots=True)
-class RopeQkvOpSpec:
-    """All that the launch of `rope_qkv` and of its backward depends on besides addresses."""
-
-    turn: Turn
-    split: Split
-    lead: tuple[int, ...]  # the token dimensions
-    dtype: DType
-    q_table: tuple[int, ...] | None  # the shape of freqs; None: not turned
-    k_table: tuple[int, ...] | None
-    alignment: int
 
 
 _PLACED = """
@@ -125,10 +99,9 @@ def rope(
     """The heads t [s, b, h, d], [b, s, h, d] or [t, h, d] turned, dense; t may be strided, its channels may not."""
     turn = Turn(fmt, interleaved, cp_size, cp_rank, backward, _count(cu_seqlens))
     _check_positions("rope", "freqs", t.shape, freqs, turn, start_positions)
-    spec = RopeOpSpec(turn, t.shape, t.strides, t.dtype, freqs.shape, _check.off(t, out))
     if out is None:
         out = rt.empty(t.shape, t.dtype)
-    rt.backend.rope(rt, spec, t, freqs, cu_seqlens, start_positions, out)
+    rt.backend.rope(rt, turn, t, freqs, cu_seqlens, start_positions, out)
     return out
 
 
@@ -169,11 +142,10 @@ def rope_qkv(
     turn = Turn(fmt, interleaved, cp_size, cp_rank, False, _count(cu_seqlens))
     tables = q_freqs, k_freqs
     _check_tables("rope_qkv", lead, split, turn, tables, start_positions)
-    spec = RopeQkvOpSpec(turn, split, lead, qkv.dtype, _check.shape(q_freqs), _check.shape(k_freqs), _check.off(qkv))
     q = rt.empty((*lead, heads, head_dims[0]), qkv.dtype) if heads else None
     k = rt.empty((*lead, groups, head_dims[1]), qkv.dtype)
     v = rt.empty((*lead, groups, head_dims[2]), qkv.dtype)
-    rt.backend.rope_qkv(rt, spec, qkv, (q, k, v), tables, cu_seqlens, start_positions)
+    rt.backend.rope_qkv(rt, turn, split, qkv, (q, k, v), tables, cu_seqlens, start_positions)
     return q, k, v
 
 
@@ -181,9 +153,10 @@ def rope_qkv(
     _PLACED,
     _SPLIT,
     """
-    dk [...] act: Gradient of the keys.
-    dq: Gradient of the queries. None where there are none.
-    dv: Gradient of the values.
+    dk [*dk.shape[:len(fmt) - 2], groups, head_dims[1]] act: Gradient of the keys.
+    dq? [*dk.shape[:-2], heads, head_dims[0]] dk: Gradient of the queries. None where there are none.
+    must (dq is None) == (heads == 0): a gradient dq where there are heads; pass dq, or leave it out
+    dv [*dk.shape[:-2], groups, head_dims[2]] dk: Gradient of the values.
 """,
     runs="rope_qkv",
 )
@@ -213,15 +186,8 @@ def rope_qkv_backward(
     turn = Turn(fmt, interleaved, cp_size, cp_rank, True, _count(cu_seqlens))
     tables, parts = (q_freqs, k_freqs), (dq, dk, dv)
     _check_tables(op, lead, split, turn, tables, start_positions)
-    for name, t, n, d in zip(("dq", "dk", "dv"), parts, (heads, groups, groups), head_dims, strict=True):
-        _check.require(n == 0 or t is not None, op, f"{name} = None", f"a gradient of {n} heads", f"pass {name}")
-        _check.require(n > 0 or t is None, op, f"{name} = {t!r}", "None for no heads", f"leave {name} out")
-        if t is not None:
-            _check.sized(op, name, t, (*lead, n, d), (dk.dtype,))
-    _check.on_device(op, rt.device, *parts)
-    spec = RopeQkvOpSpec(turn, split, lead, dk.dtype, _check.shape(q_freqs), _check.shape(k_freqs), _check.off(*parts))
     dqkv = rt.empty((*lead, packed_width(heads, groups, head_dims)), dk.dtype)
-    rt.backend.rope_qkv(rt, spec, dqkv, parts, tables, cu_seqlens, start_positions)
+    rt.backend.rope_qkv(rt, turn, split, dqkv, parts, tables, cu_seqlens, start_positions)
     return dqkv
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from te_core import dtypes
-from te_core.dtypes import DType
 from te_core.ops import _check
 from te_core.ops.declare import operation
 from te_core.runtime import Runtime
@@ -41,20 +40,6 @@ class Band:
     def bounded(self) -> bool:
         """Whether it hides anything."""
         return self.left >= 0 or self.right >= 0
-
-
-@dataclass(frozen=True, slots=True)
-class SoftmaxOpSpec:
-    """All that the launch of a softmax depends on besides addresses; of these how far they are off the 16-byte grid."""
-
-    shape: tuple[int, ...]
-    dtype: DType
-    band: Band
-    mask: tuple[int, ...] | None  # its shape
-    lengths: bool
-    sink: bool
-    alignment: int
-    mask_alignment: int = 0
 
 
 def band_of(causal: str | None, left: int = -1, right: int = -1, bottom_right: bool = True) -> Band:
@@ -105,12 +90,10 @@ def softmax_forward(
     b, h, sq, _ = x.shape
     if mask is not None:
         _check.broadcast("softmax_forward", "mask", mask, x.shape, _MASKS)
-    padded, off = cu_seqlens_q is not None, _check.off(x, out)
-    spec = SoftmaxOpSpec(x.shape, x.dtype, band, _check.shape(mask), padded, sink is not None, off, _check.off(mask))
     if out is None:
         out = rt.empty(x.shape, x.dtype)
     share = None if sink is None else rt.empty((b, sq, h), dtypes.float32)
-    rt.backend.softmax_forward(rt, spec, x, mask, (cu_seqlens_q, cu_seqlens_kv), (sink, share), out, scale)
+    rt.backend.softmax_forward(rt, band, x, mask, (cu_seqlens_q, cu_seqlens_kv), (sink, share), out, scale)
     return out, share
 
 
@@ -137,9 +120,7 @@ def softmax_backward(
 
     dy and y are not read where the band and the lengths hide scores; a mask shows in y, whose zeros it made.
     """
-    padded, off = cu_seqlens_q is not None, _check.off(dy, y)
-    spec = SoftmaxOpSpec(y.shape, y.dtype, band, None, padded, share is not None, off)
     dx = rt.empty(y.shape, y.dtype)
     dsink = None if share is None else rt.empty((y.shape[1],), dtypes.float32)
-    rt.backend.softmax_backward(rt, spec, dy, y, (cu_seqlens_q, cu_seqlens_kv), (share, dsink), dx, scale)
+    rt.backend.softmax_backward(rt, band, dy, y, (cu_seqlens_q, cu_seqlens_kv), (share, dsink), dx, scale)
     return dx, dsink

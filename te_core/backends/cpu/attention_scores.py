@@ -14,7 +14,6 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from te_core.attention import AttentionSpec, Sizes
 from te_core.backends.cpu import codec
@@ -279,10 +278,10 @@ def _rows(t: Tensor, form: str, sequences: slice, tokens: slice, heads: slice) -
     return values[tokens, heads].transpose(1, 0, 2)[None]
 
 
-def load(ex: Executor, view: Array, factor: npt.NDArray[np.float32] | None = None) -> F32:
+def load(ex: Executor, view: Array, factor: Tensor | None = None) -> F32:
     """The values of a view, times a factor [1], as dense float32."""
     values = codec.decode(ex, np.ascontiguousarray(view), np.empty(view.shape, np.float32))
-    return values if factor is None else np.multiply(values, factor, out=values)
+    return values if factor is None else np.multiply(values, factor.numpy(), out=values)
 
 
 def store(ex: Executor, values: F32, view: Array, scale: np.float32 | None = None) -> None:

@@ -155,4 +155,12 @@ def amax(source: Array) -> np.float32:
     return np.float32(bits.view(source.dtype)[0])
 
 
+def magnitudes(values: F32) -> npt.NDArray[np.uint32]:
+    """|x| as bits, whose order is that of the values; 0 for a NaN."""
+    bits = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    if bits.max() > 0x7F800000:
+        bits[bits > 0x7F800000] = 0
+    return bits
+
+
 _INFINITY = {np.dtype(np.float32): 0x7F800000, np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}

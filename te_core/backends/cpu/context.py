@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,29 +13,31 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.context import ContextLengthsSpec
+    from te_core.ops.context import Span
 
 _GOLDEN, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def context_lengths(rt: Runtime, spec: ContextLengthsSpec, cu: Tensor, padded: Tensor | None, out: Tensor) -> None:
+def context_lengths(
+    rt: Runtime, size: int, chunk: int, spans: Sequence[Span], cu: Tensor, padded: Tensor | None, out: Tensor
+) -> None:
     """Each span's lengths added up, and its places."""
     lengths, target = np.diff(cu.numpy().astype(np.int64)), out.numpy()
     begins = np.zeros(cu.shape, np.int64)
-    chunk: Any = spec.chunk
+    each: Any = chunk
     if not chunk:
-        begins = divided(cu if padded is None else padded, 2 * spec.size)
-        chunk = np.diff(begins) // (2 * spec.size)
-    for i, span in enumerate(spec.spans):
+        begins = divided(cu if padded is None else padded, 2 * size)
+        each = np.diff(begins) // (2 * size)
+    for i, span in enumerate(spans):
         sums, places = target[2 * i], target[2 * i + 1]
         counts = np.zeros_like(lengths)
         for low, high in span.ranges:
-            begin, end = np.maximum(low * chunk - span.before, 0), np.minimum(lengths, high * chunk)
-            counts += np.where(lengths > low * chunk, np.maximum(end - begin, 0), 0)
+            begin, end = np.maximum(low * each - span.before, 0), np.minimum(lengths, high * each)
+            counts += np.where(lengths > low * each, np.maximum(end - begin, 0), 0)
         sums[0] = 0
         np.cumsum(counts, out=sums[1:])
         places[:] = begins // span.parts
-        places[: None if spec.chunk else -1] += np.asarray(np.maximum(span.skip * chunk - span.before, 0), np.int32)
+        places[: None if chunk else -1] += np.asarray(np.maximum(span.skip * each - span.before, 0), np.int32)
 
 
 def divided(padded: Tensor, by: int) -> npt.NDArray[np.int64]:

@@ -61,7 +61,8 @@ class NumpyPlan:
         left, right = _operand(ex, "gemm a", a), _operand(ex, "gemm b", b)
         left, right = left.T if spec.trans_a else left, right.T if spec.trans_b else right
         if a_sum is not None:
-            _store_row_sums(ex, left, a_scale, a_sum, spec.trans_a)
+            sums = column_sums(ex, left.T) if spec.trans_a else np.add.reduce(left, axis=1)
+            codec.encode(ex, sums if a_scale is None else sums * a_scale.numpy()[0], a_sum.numpy())
         scale = None
         if a_scale is not None and b_scale is not None:
             scale = a_scale.numpy()[0] * b_scale.numpy()[0]
@@ -92,13 +93,6 @@ def _product(ex: Executor, spec: GemmSpec, operands: tuple[F32, F32], out: F32, 
         right = np.array(right, order="C" if spec.trans_b else "F")
     made: F32 = np.matmul(left, right, out=out)
     return made
-
-
-def _store_row_sums(ex: Executor, left: F32, a_scale: Tensor | None, a_sum: Tensor, transposed: bool) -> None:
-    sums = column_sums(ex, left.T) if transposed else np.add.reduce(left, axis=1)
-    if a_scale is not None:
-        sums = sums * a_scale.numpy()[0]
-    codec.encode(ex, sums, a_sum.numpy())
 
 
 def _finish(

@@ -11,7 +11,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVGatherSpec, KVMoveSpec
+    from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVCacheSpec
 
 Array = npt.NDArray[Any]
 
@@ -51,22 +51,22 @@ def _places(cache: KVCache, row: int, position: Array) -> tuple[Array, Array]:
     return (page * size + position % size)[exists], inside
 
 
-def kv_move(rt: Runtime, spec: KVMoveSpec, cache: KVCache, moves: Tensor) -> None:
+def kv_move(rt: Runtime, spec: KVCacheSpec, cache: KVCache, moves: Tensor, longest: int) -> None:
     """Copy row after row."""
     for store in (cache.k.numpy(), cache.v.numpy()):
         spare = np.empty(store.shape[1:], store.dtype)
         for to, source, tokens in moves.numpy():
             if max(to, source) >= cache.rows:
                 continue
-            n = min(tokens, spec.longest)
+            n = min(tokens, longest)
             (spare if to < 0 else store[to])[:n] = (spare if source < 0 else store[source])[:n]
 
 
-def kv_gather(rt: Runtime, spec: KVGatherSpec, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
+def kv_gather(rt: Runtime, spec: KVCacheSpec, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
     """Copy the tokens of each sequence from its pages."""
     lengths = np.diff(cu_cached.numpy())
     for old, out in ((cache.k.numpy(), k.numpy()), (cache.v.numpy(), v.numpy())):
         out[...] = 0
-        for row in range(spec.sequences):
+        for row in range(len(lengths)):
             where, inside = _places(cache, row, np.arange(lengths[row]))
             out[row, np.nonzero(inside)[0]] = old.reshape(-1, *old.shape[2:])[where]

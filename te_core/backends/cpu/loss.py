@@ -12,16 +12,16 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.loss import LossOperands, LossOpSpec, LossTerms
+    from te_core.ops.loss import LossOperands, LossTerms
 
 Array = np.ndarray[Any, Any]
 
 
 @np.errstate(all="ignore")
-def loss_rows(rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOperands) -> None:
+def loss_rows(rt: Runtime, terms: LossTerms, operands: LossOperands) -> None:
     """The facts of rows, their gradient, or both."""
     logits, target, facts, known, grad, out = operands
-    ex, (m, n), source = scratch(rt), spec.shape, logits.numpy()
+    ex, (m, n), source = scratch(rt), logits.shape, logits.numpy()
     goal = target.numpy().astype(np.int64)
     ignored = goal == terms.ignore_index
     wrong = ~ignored & ((goal < 0) | (goal >= terms.classes))

@@ -11,7 +11,6 @@ from te_core import dtypes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import CHUNK, F32, Executor, scratch
 from te_core.backends.cpu.quantize import current_scale, quantize
-from te_core.backends.cpu.quantize_block import quantize_block
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -85,7 +84,7 @@ def adam_quantized(rt: Runtime, spec: AdamSpec, tensors: Sequence[AdamQuantized]
     for t in tensors:
         with np.errstate(all="ignore"):
             _adam(rt, spec, rule, t.grad, None, t.m, t.v, t.master)
-        (quantize_block if t.cast.format.scaling == "block" else quantize)(rt, t.master, t.cast, t.out, None)
+        quantize(rt, t.master, t.cast, t.out, None)
 
 
 def _skips(rule: AdamRule) -> bool:

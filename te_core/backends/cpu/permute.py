@@ -131,14 +131,9 @@ def unpermute(
             on = weight != 0
             total[token[on]] += x[row[on]].astype(np.float32)
         else:
-            weight = _weight(weight, x.dtype, in_values)[:, None].astype(np.float64)
+            weight = (weight.astype(kind) if in_values else weight)[:, None].astype(np.float64)
             total[token] = _rounded(total[token].astype(np.float64) + weight * x[row].astype(np.float64), kind)
     out.numpy()[...] = total.astype(x.dtype)
-
-
-def _weight(weight: Array, kind: Any, in_values: bool) -> Array:
-    """Weights as they multiply."""
-    return weight.astype(kind) if in_values else weight
 
 
 def _rounded(value: Array, kind: Any) -> Array:
@@ -166,6 +161,7 @@ def unpermute_backward(
     found[...] = 0
     for token, row, choice in _copies(spec, operands):
         if weights is not None:
-            weight = _weight(weights.numpy()[token, choice], x.dtype, not spec.masked).astype(np.float32)
+            weight = weights.numpy()[token, choice]
+            weight = (weight if spec.masked else weight.astype(x.dtype)).astype(np.float32)
             moved[row] = (weight[:, None] * gradient[token]).astype(x.dtype)
             found[token, choice] = (gradient[token] * x[row].astype(np.float32)).sum(1).astype(found.dtype)

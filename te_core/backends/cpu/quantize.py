@@ -13,7 +13,7 @@ import numpy as np
 
 from te_core import dtypes
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import F32, Executor, row_blocks, scratch
+from te_core.backends.cpu.executor import Executor, row_blocks, scratch
 from te_core.backends.cpu.matrix import store_column_sum
 from te_core.backends.cpu.quantize_block import deliver_blocks
 from te_core.quantized import Cast, QuantizedTensor
@@ -160,17 +160,14 @@ def run_update(rt: Runtime, plan: tuple[list[ScalingState], str]) -> None:
     """The delayed-scaling step of all states."""
     states, algo = plan
     for state in states:
-        _update(state.scale.numpy(), state.history.numpy(), state.used.numpy(), np.float32(state.limit), algo)
-
-
-def _update(scale: F32, history: F32, used: F32, limit: np.float32, algo: str) -> None:
-    used[...] = scale
-    last = history[0].copy()
-    largest = np.fmax(np.fmax.reduce(history[1:], axis=0, initial=-np.inf), last) if algo == "max" else last
-    rolls = last != 0  # true for NaN, too: it rolls like any other
-    if history.shape[0] > 1:
-        history[1:-1, rolls] = history[2:, rolls]
-        history[-1, rolls] = last[rolls]
-    history[0, rolls] = 0
-    fits = rolls & np.isfinite(largest) & (largest > 0)
-    scale[fits] = np.minimum(limit / largest[fits], _FLT_MAX)
+        scale, history, used = state.scale.numpy(), state.history.numpy(), state.used.numpy()
+        used[...] = scale
+        last = history[0].copy()
+        largest = np.fmax(np.fmax.reduce(history[1:], axis=0, initial=-np.inf), last) if algo == "max" else last
+        rolls = last != 0  # true for NaN, too: it rolls like any other
+        if history.shape[0] > 1:
+            history[1:-1, rolls] = history[2:, rolls]
+            history[-1, rolls] = last[rolls]
+        history[0, rolls] = 0
+        fits = rolls & np.isfinite(largest) & (largest > 0)
+        scale[fits] = np.minimum(np.float32(state.limit) / largest[fits], _FLT_MAX)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from te_core import dtypes
 from te_core.backends.cpu import codec
@@ -27,12 +26,10 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
-Bits = npt.NDArray[np.uint32]
 Tile = tuple[slice, slice]
 
 _SIDE = BLOCK["block"]
 _ONE = np.float32(1)
-_INFINITY = np.uint32(0x7F800000)
 
 
 @np.errstate(all="ignore")
@@ -47,30 +44,34 @@ def quantize_block(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, col
 @np.errstate(all="ignore")
 def deliver_blocks(ex: Executor, values: Array, cast: Cast, out: QuantizedTensor) -> None:
     """Cast a dense matrix of an activation dtype to FP8 with a scale for each block."""
-    source_type = dtypes.dtype(values.dtype)
-    copies = [(out.rowwise, out.rowwise_scale, False), (out.columnwise, out.columnwise_scale, True)]
-    m, k = values.shape
-    for data, scales, columnwise in copies:
-        if data is not None and scales is not None:
-            _fill_padding(
-                data.numpy().view(np.uint8), scales.numpy(), (k, m) if columnwise else (m, k), source_type, cast
-            )
+    source_type, tiled, (m, k) = dtypes.dtype(values.dtype), cast.format.tiled, values.shape
+    copies = []
+    for data, scales, columnwise in (
+        (out.rowwise, out.rowwise_scale, False),
+        (out.columnwise, out.columnwise_scale, True),
+    ):
+        if data is None or scales is None:
+            continue
+        storage, inverse, rows, along = data.numpy().view(np.uint8), scales.numpy(), m, k
+        if columnwise:
+            storage, rows, along = storage.T, k, m
+        # Zeros around the values that a copy holds, and around their scales those of zeros.
+        storage[m:] = 0
+        storage[:m, k:] = 0
+        inverse[:, -(-along // _SIDE) if tiled else rows :] = _ONE / _scale(0, source_type, cast)
+        copies.append((storage, inverse, columnwise))
     for tile in _tiles(m, k):
-        source = values[tile]
-        part = codec.decode(ex, source, ex.floats("block tile", *source.shape))
-        magnitude = _magnitude(part)
-        for data, scales, columnwise in copies:
-            if data is None or scales is None:
-                continue
-            largest = magnitude.max() if cast.format.tiled else magnitude.max(axis=0 if columnwise else 1)
+        part = codec.decode(ex, values[tile], ex.floats("block tile", *values[tile].shape))
+        magnitude = codec.magnitudes(part)
+        for storage, inverse, columnwise in copies:
+            largest = magnitude.max() if tiled else magnitude.max(axis=0 if columnwise else 1)
             scale = _scale(largest, source_type, cast)
-            codes = _encode(ex, part, scale if columnwise else scale[..., None], cast.dtype)
-            rows, columns = tile
-            if columnwise:
-                data.numpy().view(np.uint8)[columns, rows] = codes.T
-            else:
-                data.numpy().view(np.uint8)[rows, columns] = codes
-            scales.numpy()[_scale_place(tile, columnwise, cast.format.tiled)] = _ONE / scale
+            scaled = ex.floats("block scaled", *part.shape)
+            np.multiply(part, scale if columnwise else scale[..., None], out=scaled)
+            codes = np.empty(part.shape, cast.dtype.numpy)
+            codec.encode(ex, scaled, codes)
+            storage[tile] = codes.view(np.uint8)
+            inverse[_scale_place(tile, columnwise, tiled)] = _ONE / scale
 
 
 @np.errstate(all="ignore")
@@ -101,14 +102,6 @@ def _scale_place(tile: Tile, columnwise: bool, tiled: bool) -> Any:
     return (across.start // _SIDE, block) if tiled else (block, across)
 
 
-def _magnitude(part: F32) -> Bits:
-    """|x| as bits, whose order is that of the values; 0 for a NaN."""
-    magnitude = part.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    if magnitude.max() > _INFINITY:
-        magnitude[magnitude > _INFINITY] = 0
-    return magnitude
-
-
 def _scale(largest: Any, source: DType, cast: Cast) -> F32:
     """The scales of blocks from their maxima (as bits), elements of type `source`."""
     amax = np.maximum(np.asarray(largest, np.uint32).view(np.float32), np.float32(cast.epsilon))
@@ -117,22 +110,3 @@ def _scale(largest: Any, source: DType, cast: Cast) -> F32:
     if cast.power_of_two:
         scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
     return np.asarray(np.where((amax == 0) | ~np.isfinite(amax), _ONE, scale), np.float32)
-
-
-def _encode(ex: Executor, part: F32, scale: F32, dtype: DType) -> npt.NDArray[np.uint8]:
-    scaled = np.multiply(part, scale, out=ex.floats("block scaled", *part.shape))
-    codes = np.empty(part.shape, dtype.numpy)
-    codec.encode(ex, scaled, codes)
-    return codes.view(np.uint8)
-
-
-def _fill_padding(storage: Array, scales: F32, shape: tuple[int, int], source: DType, cast: Cast) -> None:
-    """Zeros around the values that a copy holds, and around their scales those of zeros."""
-    rows, columns = shape
-    storage[rows:] = 0
-    storage[:rows, columns:] = 0
-    zeros = _ONE / _scale(0, source, cast)
-    if cast.format.tiled:
-        scales[:, -(-columns // _SIDE) :] = zeros
-    else:
-        scales[:, rows:] = zeros

@@ -28,10 +28,8 @@ from te_core.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
 Codes = npt.NDArray[np.uint8]
-Bits = npt.NDArray[np.uint32]
 
 _SIDE = BLOCK["mxfp8"]
-_INFINITY = np.uint32(0x7F800000)
 
 
 def _powers(exponents: Array) -> F32:
@@ -59,7 +57,7 @@ def quantize_mxfp8(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, col
         return
     for band in _bands(m, k):
         part = _padded(ex, values[band], band.stop - band.start, k)
-        tops = _magnitude(part).reshape(-1, _SIDE, k // _SIDE, _SIDE)  # row block, row, column block, column
+        tops = codec.magnitudes(part).reshape(-1, _SIDE, k // _SIDE, _SIDE)  # row block, row, column block, column
         tiles = np.max(tops, axis=(1, 3), keepdims=True) if cast.format.tiled else None
         for data, scales, along in ((out.rowwise, out.rowwise_scale, 3), (out.columnwise, out.columnwise_scale, 1)):
             if data is None or scales is None:
@@ -116,14 +114,6 @@ def _padded(ex: Executor, source: Array, height: int, width: int) -> F32:
         part[:m, :k] = source
         part[:m, k:] = 0
     return part
-
-
-def _magnitude(part: F32) -> Bits:
-    """|x| as bits, whose order is that of the values; 0 for a NaN."""
-    magnitude = part.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    if magnitude.max() > _INFINITY:
-        magnitude[magnitude > _INFINITY] = 0
-    return magnitude
 
 
 def _e8m0(amax: F32, limit: float) -> Codes:

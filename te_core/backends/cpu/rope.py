@@ -13,7 +13,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.rope import RopeOpSpec, RopeQkvOpSpec, Split, Turn
+    from te_core.ops.rope import Split, Turn
 
 Array = np.ndarray[Any, Any]
 
@@ -22,16 +22,10 @@ _NOWHERE = -(2**62)
 
 @np.errstate(all="ignore")
 def rope(
-    rt: Runtime,
-    spec: RopeOpSpec,
-    t: Tensor,
-    freqs: Tensor,
-    cu_seqlens: Tensor | None,
-    starts: Tensor | None,
-    out: Tensor,
+    rt: Runtime, turn: Turn, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None, out: Tensor
 ) -> None:
     """out = t turned (or turned back)."""
-    shape, turn = spec.shape, spec.turn
+    shape = t.shape
     heads = (prod(shape[:-2]), *shape[-2:])
     source, target = t.numpy().reshape(heads), out.numpy().reshape(heads)
     own, other, row = _table(freqs, _positions(shape, turn, cu_seqlens, starts), 1, turn)
@@ -42,7 +36,8 @@ def rope(
 @np.errstate(all="ignore")
 def rope_qkv(
     rt: Runtime,
-    spec: RopeQkvOpSpec,
+    turn: Turn,
+    split: Split,
     packed: Tensor,
     parts: tuple[Tensor | None, ...],
     freqs: tuple[Tensor | None, ...],
@@ -50,9 +45,10 @@ def rope_qkv(
     starts: Tensor | None,
 ) -> None:
     """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
-    lead, turn, groups = spec.lead, spec.turn, spec.split.groups
-    rows, per = prod(lead), spec.split.heads // groups
-    slots = _slots(packed.numpy(), rows, spec.split)
+    assert parts[1] is not None
+    lead, groups = parts[1].shape[:-2], split.groups
+    rows, per = prod(lead), split.heads // groups
+    slots = _slots(packed.numpy(), rows, split)
     for part, slot, table, n in zip(parts, slots, (*freqs, None), (per, 1, 1), strict=True):
         if part is None:
             continue

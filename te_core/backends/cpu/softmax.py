@@ -12,7 +12,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.softmax import Band, SoftmaxOpSpec
+    from te_core.ops.softmax import Band
 
 Array = np.ndarray[Any, Any]
 Pair = tuple[Tensor | None, Tensor | None]
@@ -20,19 +20,12 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 @np.errstate(all="ignore")
 def softmax_forward(
-    rt: Runtime,
-    spec: SoftmaxOpSpec,
-    x: Tensor,
-    mask: Tensor | None,
-    lengths: Pair,
-    sinks: Pair,
-    out: Tensor,
-    scale: float,
+    rt: Runtime, band: Band, x: Tensor, mask: Tensor | None, lengths: Pair, sinks: Pair, out: Tensor, scale: float
 ) -> None:
     """out = softmax(scale * x) over what is seen; of `sinks` the second, the share, is written."""
     (sink, share), source, target = sinks, x.numpy(), out.numpy()
     hidden = None if mask is None else np.broadcast_to(mask.numpy(), x.shape)
-    for at, seen in _blocks(spec.band, x.shape, lengths):
+    for at, seen in _blocks(band, x.shape, lengths):
         b, h, rows = at
         v = source[at].astype(np.float32) * np.float32(scale)
         v[~seen] = -np.inf
@@ -53,13 +46,13 @@ def softmax_forward(
 
 @np.errstate(all="ignore")
 def softmax_backward(
-    rt: Runtime, spec: SoftmaxOpSpec, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float
+    rt: Runtime, band: Band, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float
 ) -> None:
     """dx = scale * y * (dy - sum(dy * y)); of `sinks`, (share, dsink), dsink = - sum of share * sum(dy * y)."""
     share, dsink = sinks
     weights, gradient, target = y.numpy(), dy.numpy(), dx.numpy()
     sums = np.zeros(y.shape[1], np.float64)
-    for at, seen in _blocks(spec.band, y.shape, lengths):
+    for at, seen in _blocks(band, y.shape, lengths):
         b, h, rows = at
         p, g = (np.where(seen, t[at], 0).astype(np.float32) for t in (weights, gradient))
         along = (p * g).sum(axis=1, dtype=np.float64).astype(np.float32)

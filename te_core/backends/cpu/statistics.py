@@ -36,7 +36,8 @@ def statistics(
         if data is not None:
             codes = np.ascontiguousarray(data.numpy()[block, :k])
             q = codec.decode(ex, codes, ex.floats("statistics q", *codes.shape))
-            _of_codes(v, q, part)
+            part[7], part[12] = v.size, part[2]
+            part[8] = ((v != 0) & (q == 0)).sum()
             if scales is not None and form is not None:
                 s = np.broadcast_to(scales[block] if scales.ndim == 2 else scales, v.shape)
                 part[9] = (np.abs(v) > np.float32(form.dtype.max) * s).sum()
@@ -61,11 +62,6 @@ def _of_values(v: F32, part: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) 
     part[14] = np.fmax.reduce(magnitude, axis=None, initial=-np.inf)
     part[16] = np.fmin.reduce(v, axis=None, initial=np.inf)
     part[17] = np.fmin.reduce(np.where(magnitude > 0, magnitude, np.float32(np.inf)), axis=None, initial=np.inf)
-
-
-def _of_codes(v: F32, q: F32, part: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> None:
-    part[7], part[12] = v.size, part[2]
-    part[8] = ((v != 0) & (q == 0)).sum()
 
 
 def _spread(

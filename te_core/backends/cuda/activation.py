@@ -25,10 +25,10 @@ _BLOCK_ARGS = "pp" + TILE_ARGS + "fff"
 
 
 def _run(rt: Runtime, spec: ActivationSpec, operands: ActivationOperands, backward: bool) -> None:
-    (rows, width), dtype, gated = spec.shape, spec.dtype, spec.gated
     x, dy, out, cast, q, column_sum = operands
+    (rows, width), dtype, gated = x.shape, x.dtype, spec.gated
     cols = width // (1 + gated)  # of the activation's output, half of a gated x
-    aligned = not spec.alignment and cols % (16 // dtype.itemsize) == 0
+    aligned = not (x.ptr | (0 if dy is None else dy.ptr)) & 15 and cols % (16 // dtype.itemsize) == 0
     kind: dict[str, Any] = {"KIND": spec.plain.upper(), "GATED": gated, "BACKWARD": backward}
     if cast is not None and cast.format.scaling == "block":
         constants = {**kind, **tile_constants(cast.key, dtype, column_sum is not None), "ALIGNED": aligned, "BLOCKS": 1}

@@ -1,4 +1,5 @@
-"""Attention by cuDNN; see te_core.ops.attention for the contract, te_core.attention_rules for what is refused.
+"""Attention by cuDNN; see te_core.ops.attention and attention_scored for the contract, te_core.attention_rules for what
+is refused.
 
 A call is one run of a graph (attention_graph.py); with lengths, a small kernel before and one after it; with ALiBi
 that is not cuDNN's own, a bias written before; with the largest logits, a kernel that makes them of the maxima and
@@ -7,15 +8,15 @@ sums that cuDNN then writes in place of statistics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from te_core import dtypes
-from te_core.attention import AttentionSpec, Sizes
+from te_core.attention import AttentionSpec, Sizes, bucket
 from te_core.backends.cuda import cudnn
-from te_core.backends.cuda.attention_graph import CONSTANTS, Four, GraphSpec, Layout
+from te_core.backends.cuda.attention_graph import CONSTANTS, Four, Given, GraphSpec, Layout
 from te_core.backends.cuda.attention_plan import (
     Around,
     Frame,
@@ -27,12 +28,12 @@ from te_core.backends.cuda.attention_plan import (
     graph_of,
     graph_spec,
     layouts,
+    output_of,
     require,
     run_graph,
     scratch_tensor,
     statistics_strides,
     sums,
-    token_bound,
 )
 from te_core.errors import UnsupportedError
 from te_core.kernels import loader
@@ -42,9 +43,11 @@ from te_core.tensor import Device, Tensor
 
 if TYPE_CHECKING:
     from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands
+    from te_core.ops.attention_scored import ScoredAsked
     from te_core.ops.attention_terms import Terms
 
 _LOGITS_ARGS = "ppp" + "qqqq" + "pppp" + "iiiiiii"
+_LEAST_TOKENS = 1024  # packed ones that a graph is made for
 _BIAS_ARGS = "pp" + "ii" + "pp" + "iiiiii"
 
 
@@ -108,20 +111,14 @@ class AttentionPlan:
 
 def plan_attention_forward(rt: Runtime, asked: Asked) -> AttentionPlan:
     """Find or build the graph."""
-    spec, q, k, v, terms, stats, *_ = asked
+    spec, q, k, _, terms, *_ = asked
     size = asked.size
-    paged = terms.pages is not None
-    require(rt, "attention_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms)
-    frame = frame_of(spec, size, terms, backward=False)
-    empty = not q.size or not k.size
-    if empty:
-        frame = replace(frame, full=not spec.padded)  # all rows are such that see nothing
-    wanted = stats or spec.max_logit
-    out = asked.out or _described(q, v)
-    found = layouts(frame, q, k, v, paged, wanted, out=out)
-    near = around(rt, frame, found, (out,), spec.softmax == "off-by-one")
+    require(rt, "attention_forward", asked, training=False)
+    frame = frame_of(asked, backward=False)
+    found = layouts(frame, asked, asked.stats or spec.max_logit)
+    near = around(rt, frame, found, (output_of(asked),), spec.softmax == "off-by-one")
     logits = loader.get(rt, "attention_logits", args=_LOGITS_ARGS) if spec.max_logit else None
-    if empty:
+    if not q.size or not k.size:
         return AttentionPlan(spec, size, None, near, logits=logits)
     slopes, added = _added(rt, frame, terms)
     pages = terms.pages
@@ -166,11 +163,6 @@ def _constants(rt: Runtime, wants: GraphSpec) -> tuple[int, ...]:
     return tuple(address + 4 * i for i in range(len(values)))
 
 
-def _described(q: Tensor, v: Tensor) -> Tensor:
-    """The output's description."""
-    return Tensor(0, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, None)
-
-
 def _added(rt: Runtime, frame: Frame, terms: Terms) -> tuple[Slopes | None, dict[str, Any]]:
     """What is added to the scores: the graph's options, and the kernel that writes a bias of slopes."""
     spec, size = frame.spec, frame.size
@@ -201,7 +193,7 @@ def _drawn(rng: Tensor | None) -> dict[str, Any]:
 
 def attention_forward(rt: Runtime, plan: AttentionPlan, operands: ForwardOperands) -> None:
     """Run a plan."""
-    q, k, v, terms, out, stats, max_logit = operands
+    q, k, v, terms, out, stats, max_logit, _ = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
@@ -249,25 +241,12 @@ def plan_attention_backward(rt: Runtime, asked: Asked) -> AttentionPlan:
     spec, q, k, v, terms, _, grads, bias_grad, *_ = asked
     size = asked.size
     results = grads or dense_like(q, k, v)
-    require(
-        rt,
-        "attention_backward",
-        spec,
-        size,
-        q.dtype,
-        (q, k, v, *results),
-        training=True,
-        terms=terms,
-        bias_grad=bias_grad,
-    )
+    require(rt, "attention_backward", asked, results, training=True)
     _require_alike((q, k, v), results, (spec.q_format, spec.kv_format, spec.kv_format))
-    frame = frame_of(spec, size, terms, backward=True)
-    empty = not q.size or not k.size
-    if empty:
-        frame = replace(frame, full=not spec.padded)
-    found = layouts(frame, q, k, v, False, True, results, asked.out)
+    frame = frame_of(asked, backward=True)
+    found = layouts(frame, asked, True, results)
     near = around(rt, frame, found, results, spec.softmax == "off-by-one")
-    if empty:
+    if not q.size or not k.size:
         return AttentionPlan(spec, size, None, near)
     slopes, added = _added(rt, frame, terms)
     wants = graph_spec(
@@ -302,12 +281,13 @@ def tokens_of(frame: Frame, found: dict[str, Layout], q: Tensor, k: Tensor) -> t
     size = frame.size
     if size.d_qk % 16 or size.d_v % 16 or not (found["q"].packed and found["k"].packed):
         return None
-    return token_bound(q.shape[0], frame.batch, frame.sq), token_bound(k.shape[0], frame.batch, frame.skv)
+    bounds = frame.batch * frame.sq, frame.batch * frame.skv
+    return min(bucket(q.shape[0], _LEAST_TOKENS), bounds[0]), min(bucket(k.shape[0], _LEAST_TOKENS), bounds[1])
 
 
 def attention_backward(rt: Runtime, plan: AttentionPlan, operands: BackwardOperands) -> None:
     """Run a plan."""
-    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = operands
+    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink, _ = operands
     near, lengths = plan.around, terms.lengths
     bias, sink, rng = terms.bias, terms.sink, terms.rng
     if dbias is not None:
@@ -323,3 +303,28 @@ def attention_backward(rt: Runtime, plan: AttentionPlan, operands: BackwardOpera
     named |= {"bias": bias, "dbias": dbias, "sink": sink, "dsink": dsink, **_drawn(rng)}
     run_graph(rt, plan.graph, {**named, **near.prepare(rt, lengths), **plan.numbers})
     near.tidy(rt, lengths, dq, dk, dv, None)
+
+
+# ---------------------------------------------------------------------------------------------- a user's functions
+
+
+def plan_attention_scored(rt: Runtime, asked: ScoredAsked) -> cudnn.Graph:
+    """Find or build the graph."""
+    plain, mod, given = asked
+    spec, q, k, v, *_ = plain
+    size, backward, op = plain.size, plain.dy is not None, "attention_scored"
+    require(rt, op, plain, training=backward)
+    if not (q.size and k.size):
+        raise UnsupportedError(op, f"q {q!r} and k {k!r}", "some queries and keys", "leave an empty batch out")
+    # No lengths, whatever the sizes are: cuDNN takes none where scores are modified.
+    frame = Frame(spec, size, size.batch, size.sq, size.skv, False, False)
+    found = layouts(frame, plain, plain.stats, dense_like(q, k, v) if backward else None)
+    tensors = tuple(Given(name, t.shape, t.row_major_strides(), t.dtype.name) for name, t in given)
+    deterministic = spec.deterministic and backward
+    wants = graph_spec(
+        frame, q.dtype, found, backward=backward, deterministic=deterministic, score_mod=mod, given=tensors
+    )
+    return graph_of(rt, wants)
+
+
+attention_scored = run_graph

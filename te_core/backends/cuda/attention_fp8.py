@@ -7,7 +7,7 @@ small kernel (attention_amax.cu) raises the given ones to what it finds there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from te_core.backends.cuda import cudnn
@@ -20,6 +20,7 @@ from te_core.backends.cuda.attention_plan import (
     graph_of,
     graph_spec,
     layouts,
+    output_of,
     require,
     run_graph,
 )
@@ -29,8 +30,8 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Asked
-    from te_core.ops.attention_fp8 import Fp8BackwardOperands, Fp8ForwardOperands, Scaled
+    from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands
+    from te_core.ops.attention_fp8 import Scaled
 
 _SLOTS = 4  # pairs of `scale_pairs` that its kernel has parameters for
 _PLACES = 4  # maxima of a backward; 16 bytes each
@@ -54,40 +55,28 @@ class Fp8Plan:
 
 def plan_attention_fp8_forward(rt: Runtime, asked: Asked) -> Fp8Plan:
     """Find or build the graph."""
-    spec, q, k, v, terms, *_ = asked
-    size = asked.size
-    require(rt, "attention_fp8_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms, fp8=True)
-    out = asked.out or Tensor(0, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, None)
-    return _plan(rt, asked, (out,), backward=False)
+    require(rt, "attention_fp8_forward", asked, training=False, fp8=True)
+    return _plan(rt, asked, None)
 
 
 def plan_attention_fp8_backward(rt: Runtime, asked: Asked) -> Fp8Plan:
     """Find or build the graph."""
-    spec, q, k, v, terms, *_ = asked
-    size = asked.size
-    results = asked.grads or dense_like(q, k, v)
-    require(
-        rt, "attention_fp8_backward", spec, size, q.dtype, (q, k, v, *results), training=True, terms=terms, fp8=True
-    )
+    results = asked.grads or dense_like(asked.q, asked.k, asked.v)
+    require(rt, "attention_fp8_backward", asked, results, training=True, fp8=True)
     assert asked.dy is not None and asked.grad is not None
-    options = {"deterministic": spec.deterministic, "dy_dtype": asked.dy.dtype.name, "grad_dtype": asked.grad.name}
-    return _plan(rt, asked, results, backward=True, **options)
+    deterministic, grad = asked.spec.deterministic, asked.grad.name
+    return _plan(rt, asked, results, deterministic=deterministic, dy_dtype=asked.dy.dtype.name, grad_dtype=grad)
 
 
-def _plan(rt: Runtime, asked: Asked, results: tuple[Tensor, ...], *, backward: bool, **options: Any) -> Fp8Plan:
-    spec, q, k, v, terms, stats, *_ = asked
-    size = asked.size
-    frame = frame_of(spec, size, terms, backward)
-    empty = not q.size or not k.size
-    if empty:
-        frame = replace(frame, full=not spec.padded)  # all rows are such that see nothing
-    grads = (results[0], results[1], results[2]) if backward else None
-    found = layouts(frame, q, k, v, False, stats, grads, asked.out)
-    near = around(rt, frame, found, results, zero_sink=False)
+def _plan(rt: Runtime, asked: Asked, grads: tuple[Tensor, Tensor, Tensor] | None, **options: Any) -> Fp8Plan:
+    backward = grads is not None
+    frame = frame_of(asked, backward=backward)
+    found = layouts(frame, asked, asked.stats, grads)
+    near = around(rt, frame, found, grads or (output_of(asked),), zero_sink=False)
     kernel = loader.get(rt, "attention_amax", args="pppppf")
-    if empty:
+    if not asked.q.size or not asked.k.size:
         return Fp8Plan(None, near, kernel)
-    graph = graph_of(rt, graph_spec(frame, q.dtype, found, fp8=True, backward=backward, **options))
+    graph = graph_of(rt, graph_spec(frame, asked.q.dtype, found, fp8=True, backward=backward, **options))
     return Fp8Plan(graph, near, kernel)
 
 
@@ -102,14 +91,14 @@ def _raise(rt: Runtime, plan: Fp8Plan, found: int, *scaled: Scaled | None, least
     plan.raise_amax(rt, 1, len(places), found, *places, *[None] * (_PLACES - len(places)), least)
 
 
-def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, operands: Fp8ForwardOperands) -> None:
+def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, operands: ForwardOperands) -> None:
     """Run a plan."""
-    q, k, v, terms, scales, out, stats = operands
+    q, k, v, terms, out, stats, _, scales = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
         return
-    assert scales.out is not None
+    assert scales is not None and scales.out is not None
     s, found = scales.s, _amaxes(rt)
     named: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
     named |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v}
@@ -120,15 +109,15 @@ def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, operands: Fp8ForwardOperan
     near.tidy(rt, lengths, out, None, None, stats)
 
 
-def attention_fp8_backward(rt: Runtime, plan: Fp8Plan, operands: Fp8BackwardOperands) -> None:
+def attention_fp8_backward(rt: Runtime, plan: Fp8Plan, operands: BackwardOperands) -> None:
     """Run a plan."""
-    dy, q, k, v, out, stats, terms, scales, dq, dk, dv = operands
+    dy, q, k, v, out, stats, terms, dq, dk, dv, _, _, scales = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, dq, dk, dv, None)
         return
+    assert scales is not None and scales.dq is not None and scales.dk is not None and scales.dv is not None
     s, dp, found = scales.s, scales.dp, _amaxes(rt)
-    assert scales.dq is not None and scales.dk is not None and scales.dv is not None
     named: Named = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "dy": dy, "dq": dq, "dk": dk, "dv": dv}
     named |= {"q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v, "out_inverse": scales.out}
     named |= {"dy_inverse": scales.dy, "s_scale": s.scale, "s_inverse": s.inverse}

@@ -27,7 +27,7 @@ Places = tuple[int | None, int, int]
 def attention_merge(rt: Runtime, form: str, softmax: str, operands: MergeOperands) -> None:
     """Threads of a block for each token's head, as many as it has vectors."""
     a, a_stats, b, b_stats, out, stats, sink = operands
-    (tokens, batch, heads), width = _in_order(a.shape, DIMENSIONS[form], 1), a.shape[-1]
+    (tokens, batch, heads), width = in_order(a.shape, DIMENSIONS[form], 1), a.shape[-1]
     steps = [_steps(t, DIMENSIONS[form]) for t in (a, b, out)]
     logs = [_steps(t, _OF_STATS[form]) for t in (a_stats, b_stats, stats)]
     vec = _vector((tokens, batch, heads, width), (a, b, out), steps)
@@ -68,7 +68,7 @@ def attention_sink_grad(
 
     Four blocks on every multiprocessor; a strip of less than 64 tokens is not worth a block.
     """
-    token, batch, heads = _in_order(out.shape, DIMENSIONS[form], 1)
+    token, batch, heads = in_order(out.shape, DIMENSIONS[form], 1)
     steps = [_steps(t, DIMENSIONS[form]) for t in (dy, out)]
     vec = _vector((token, batch, heads, out.shape[-1]), (dy, out), steps)
     vectors = out.shape[-1] // vec
@@ -87,7 +87,7 @@ def attention_sink_grad(
         add_column_sums(rt, partials, parts, dsink)
 
 
-def _in_order(values: Sequence[int], places: Places, missing: int) -> tuple[int, int, int]:
+def in_order(values: Sequence[int], places: Places, missing: int) -> tuple[int, int, int]:
     """Of token, batch and head."""
     batch, token, head = places
     return values[token], missing if batch is None else values[batch], values[head]
@@ -95,7 +95,7 @@ def _in_order(values: Sequence[int], places: Places, missing: int) -> tuple[int,
 
 def _steps(t: Tensor | None, places: Places) -> tuple[int, int, int]:
     """Strides over token, batch and head."""
-    return (0, 0, 0) if t is None else _in_order(t.row_major_strides(), places, 0)
+    return (0, 0, 0) if t is None else in_order(t.row_major_strides(), places, 0)
 
 
 def _constants(a: Tensor, b: Tensor | None, out: Tensor, vec: int) -> dict[str, Any]:

@@ -28,10 +28,9 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention_terms import Terms
+    from te_core.ops.attention import Asked
 
 _TILE = 128  # of cuDNN's backward
-_LEAST_TOKENS = 1024
 
 LENGTHS_ARGS = "pppp" + "iiii" + "ppp" + "i" + "p" + "i" + "qqqqqqqq"
 ROWS_ARGS = "pppp" + "iiiiiiii" + "qq" + "pqqq" * 3 + "iiiii" + "pqqq"
@@ -55,8 +54,10 @@ class Frame:
         return self.spec.padded or self.full
 
 
-def frame_of(spec: AttentionSpec, size: Sizes, terms: Terms, backward: bool) -> Frame:
-    """The sizes of the graph for an attention."""
+def frame_of(asked: Asked, *, backward: bool) -> Frame:
+    """The sizes of the graph for an attention. Of no queries or keys, all rows are such that see nothing."""
+    spec, q, k, _, terms, *_ = asked
+    size, empty = asked.size, not q.size or not k.size
     packed_q, packed_kv = spec.q_format == "thd", spec.kv_format == "thd"
     bias = None if terms.bias is None else terms.bias.shape
     batch = size.batch
@@ -67,35 +68,26 @@ def frame_of(spec: AttentionSpec, size: Sizes, terms: Terms, backward: bool) -> 
     bottom_right = spec.bottom_right and spec.banded and (spec.padded or size.sq != size.skv)
     blind = size.sq > size.skv and (bottom_right or spec.left >= 0)
     ragged = backward and bool(size.sq % _TILE or size.skv % _TILE)
-    full = not spec.padded and not spec.softcap and (blind or ragged)
+    full = not spec.padded and (empty or (not spec.softcap and (blind or ragged)))
     return Frame(spec, size, batch, sq, skv, bottom_right, full)
 
 
 def require(
-    rt: Runtime,
-    operation: str,
-    spec: AttentionSpec,
-    size: Sizes,
-    dtype: DType,
-    tensors: tuple[Tensor, ...],
-    *,
-    training: bool,
-    terms: Terms,
-    fp8: bool = False,
-    bias_grad: bool = False,
+    rt: Runtime, operation: str, asked: Asked, grads: tuple[Tensor, ...] = (), *, training: bool, fp8: bool = False
 ) -> None:
     """Raise `UnsupportedError` with the reason of the rule that refuses."""
+    spec, q, k, v, terms, *_ = asked
     able, reason = cudnn_attention(
         device.info(rt.device.index),
         libraries.version("cudnn"),
         spec,
-        size,
-        dtype,
+        asked.size,
+        q.dtype,
         training,
         fp8,
         paged=terms.pages is not None,
-        bias_grad=bias_grad,
-        aligned=all(map(aligned, tensors)),
+        bias_grad=asked.bias_grad,
+        aligned=all(map(aligned, (q, k, v, *grads))),
         bias_rows=0 if terms.bias is None else terms.bias.shape[2],
     )
     if not able:
@@ -114,24 +106,16 @@ def aligned(t: Tensor) -> bool:
 
 
 def layouts(
-    frame: Frame,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    paged: bool,
-    stats: bool,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
+    frame: Frame, asked: Asked, stats: bool, grads: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> dict[str, Layout]:
-    """The tensors of a graph; `grads` are backward's, dense where they are q's, k's and v's shape only; `out` tells
-    how the output lies, if it is not dense."""
-    spec = frame.spec
-    kv_form = "bshd" if paged else spec.kv_format
+    """The tensors of a graph; `grads` are backward's, dense where they are q's, k's and v's shape only."""
+    spec, q, k, v, terms, *_ = asked
+    kv_form = spec.kv_format if terms.pages is None else "bshd"
     found = {
         "q": layout(q, spec.q_format, frame.batch, frame.sq),
         "k": layout(k, kv_form, frame.batch, frame.skv),
         "v": layout(v, kv_form, frame.batch, frame.skv),
-        "out": layout(out or _dense((*q.shape[:-1], v.shape[-1]), q), spec.q_format, frame.batch, frame.sq),
+        "out": layout(output_of(asked), spec.q_format, frame.batch, frame.sq),
     }
     if stats:
         found["stats"] = statistics(frame.size.heads, spec.q_format, frame.batch, frame.sq)
@@ -148,14 +132,14 @@ def _dense(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return Tensor(0, shape, like.dtype, like.device, None)
 
 
+def output_of(asked: Asked) -> Tensor:
+    """The output, or the description of a dense one."""
+    return asked.out or _dense((*asked.q.shape[:-1], asked.v.shape[-1]), asked.q)
+
+
 def dense_like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Descriptions of dense gradients."""
     return _dense(q.shape, q), _dense(k.shape, k), _dense(v.shape, v)
-
-
-def token_bound(tokens: int, batch: int, longest: int) -> int:
-    """The bound of packed tokens that a graph is made for."""
-    return min(bucket(tokens, _LEAST_TOKENS), batch * longest)
 
 
 # ---------------------------------------------------------------------------------------------- small kernels
@@ -313,9 +297,9 @@ def run_graph(rt: Runtime, graph: cudnn.Graph, operands: Named) -> None:
     cudnn.execute(rt, graph, tuple(0 if t is None else t.ptr if isinstance(t, Tensor) else t for t in given))
 
 
-def scratch_tensor(rt: Runtime, shape: tuple[int, ...], dtype: DType = dtypes.float32) -> Tensor:
+def scratch_tensor(rt: Runtime, shape: tuple[int, ...]) -> Tensor:
     """Memory for the time of a call: a small one of the runtime's, a big one of the allocator's."""
-    nbytes = dtype.nbytes(prod(shape))
+    dtype, nbytes = dtypes.float32, 4 * prod(shape)
     if nbytes > cudnn.KEPT_WORKSPACE:
         return rt.empty(shape, dtype)
     return Tensor(rt.workspace("attention scratch", nbytes), shape, dtype, rt.device, None)

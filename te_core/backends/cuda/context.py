@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from ctypes import create_string_buffer
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.context import ContextLengthsSpec, Span
+    from te_core.ops.context import Span
 
 _THREADS = 256
 _SPANS, _SPAN = 96, 8  # that a launch takes, and the numbers of each
@@ -20,13 +21,15 @@ _NUMBERS = 256
 _DRAWS = struct.Struct(f"=2Q{_NUMBERS + 1}q")  # its Numbers
 
 
-def context_lengths(rt: Runtime, spec: ContextLengthsSpec, cu: Tensor, padded: Tensor | None, out: Tensor) -> None:
+def context_lengths(
+    rt: Runtime, size: int, chunk: int, spans: Sequence[Span], cu: Tensor, padded: Tensor | None, out: Tensor
+) -> None:
     """A block for each span, as many of them in a launch as its table holds."""
     kernel = loader.get(rt, "context", entry="context_lengths", args="b")
     at, starts = out.ptr, cu if padded is None else padded
-    sizes = (cu.shape[0] - 1, spec.size, spec.chunk, 0)
-    for first in range(0, len(spec.spans), _SPANS):
-        some = spec.spans[first : first + _SPANS]
+    sizes = (cu.shape[0] - 1, size, chunk, 0)
+    for first in range(0, len(spans), _SPANS):
+        some = spans[first : first + _SPANS]
         numbers = [n for span in some for n in _packed(span)]
         table = create_string_buffer(_TABLE.size)
         _TABLE.pack_into(table, 0, cu.ptr, starts.ptr, at, *sizes, *numbers, *[0] * (_SPANS * _SPAN - len(numbers)))

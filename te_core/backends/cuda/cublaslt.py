@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from ctypes import byref, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from importlib import import_module
 from importlib.util import find_spec
@@ -88,7 +89,7 @@ class CublasLtError(RuntimeError):
 
 
 class CtypesBindings:
-    """nvmath's functions, by ctypes. Names and arguments as there."""
+    """nvmath's functions, by ctypes: matmul_desc_create is cublasLtMatmulDescCreate. Names and arguments as there."""
 
     def __init__(self, lib: Any) -> None:
         self._lib = lib
@@ -103,76 +104,25 @@ class CtypesBindings:
         for name in ("MatmulDescDestroy", "MatrixLayoutDestroy", "MatmulPreferenceDestroy"):
             getattr(lib, f"cublasLt{name}").argtypes = [c_void_p]
 
-    def _call(self, name: str, *args: Any) -> None:
-        # By attribute: a library's items are new functions each time, which have no argument types.
-        status = getattr(self._lib, f"cublasLt{name}")(*args)
-        if status:
-            raise CublasLtError(f"cublasLt{name}", status)
-
-    def _create(self, name: str, *args: Any) -> int:
-        made = c_void_p()
-        self._call(name, byref(made), *args)
-        return made.value or 0
-
     def get_version(self) -> int:
         """The library's version, 130100 for 13.1.0."""
         return int(self._lib.cublasLtGetVersion())
 
-    def create(self) -> int:
-        """A library handle for the current device."""
-        return self._create("Create")
+    def __getattr__(self, name: str) -> Callable[..., int | None]:
+        """A function at its first use; one that creates something gives it."""
+        # By attribute: a library's items are new functions each time, which have no argument types.
+        called, makes = f"cublasLt{name.title().replace('_', '')}", name.endswith("create")
+        function = getattr(self._lib, called)
 
-    def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
-        """An operation descriptor."""
-        return self._create("MatmulDescCreate", compute_type, scale_type)
+        def call(*args: int) -> int | None:
+            made = c_void_p()
+            status = function(byref(made), *args) if makes else function(*args)
+            if status:
+                raise CublasLtError(called, status)
+            return (made.value or 0) if makes else None
 
-    def matmul_desc_destroy(self, desc: int) -> None:
-        """Free an operation descriptor."""
-        self._call("MatmulDescDestroy", desc)
-
-    def matmul_desc_set_attribute(self, desc: int, attribute: int, value: int, nbytes: int) -> None:
-        """Set an attribute from the bytes at an address."""
-        status = self._lib.cublasLtMatmulDescSetAttribute(desc, attribute, value, nbytes)
-        if status:
-            raise CublasLtError("cublasLtMatmulDescSetAttribute", status)
-
-    def matrix_layout_create(self, dtype: int, rows: int, cols: int, ld: int) -> int:
-        """A column-major layout."""
-        return self._create("MatrixLayoutCreate", dtype, rows, cols, ld)
-
-    def matrix_layout_destroy(self, layout: int) -> None:
-        """Free a layout."""
-        self._call("MatrixLayoutDestroy", layout)
-
-    def matmul_preference_create(self) -> int:
-        """Search preferences."""
-        return self._create("MatmulPreferenceCreate")
-
-    def matmul_preference_destroy(self, preference: int) -> None:
-        """Free search preferences."""
-        self._call("MatmulPreferenceDestroy", preference)
-
-    def matmul_preference_set_attribute(self, preference: int, attribute: int, value: int, nbytes: int) -> None:
-        """Set a preference from the bytes at an address."""
-        self._call("MatmulPreferenceSetAttribute", preference, attribute, value, nbytes)
-
-    def matmul_algo_get_heuristic(self, *args: int) -> None:
-        """(handle, desc, a, b, c, d, preference, wanted, results, count): algorithms, best guess first."""
-        self._call("MatmulAlgoGetHeuristic", *args)
-
-    def matmul_algo_check(self, *args: int) -> None:
-        """(handle, desc, a, b, c, d, algo, result): whether an algorithm fits."""
-        self._call("MatmulAlgoCheck", *args)
-
-    def matmul_algo_config_get_attribute(self, algo: int, attribute: int, out: int, nbytes: int, written: int) -> None:
-        """A property of an algorithm."""
-        self._call("MatmulAlgoConfigGetAttribute", algo, attribute, out, nbytes, written)
-
-    def matmul(self, *args: int) -> None:
-        """(handle, desc, alpha, a, a's, b, b's, beta, c, c's, d, d's, algo, workspace, its size, stream)."""
-        status = self._lib.cublasLtMatmul(*args)
-        if status:
-            raise CublasLtError("cublasLtMatmul", status)
+        setattr(self, name, call)
+        return call
 
 
 _bindings: Any = None
@@ -208,19 +158,13 @@ def _import_nvmath() -> Any:
             spec = find_spec(name)  # of the second: below the first's stand-in
             if spec is None or spec.submodule_search_locations is None:
                 raise ImportError(f"no package {name}")
-            sys.modules[name] = _stand_in(name, list(spec.submodule_search_locations))
+            sys.modules[name] = stand_in = ModuleType(name)
+            stand_in.__path__ = list(spec.submodule_search_locations)
             stand_ins.append(name)
         return import_module("nvmath.bindings.cublasLt")
     finally:
         for name in stand_ins:
             del sys.modules[name]
-
-
-def _stand_in(name: str, folders: list[str]) -> ModuleType:
-    """An empty package whose submodules are found in these folders."""
-    module = ModuleType(name)
-    module.__path__ = folders
-    return module
 
 
 def set_value(lt: Any, desc: int, attribute: int, value: int, nbytes: int = 4) -> None:

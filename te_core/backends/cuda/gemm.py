@@ -68,7 +68,8 @@ def _plan(rt: Runtime, spec: GemmSpec) -> LtPlan | BlockPlan:
             "pass tensors that start at a multiple of 16 bytes",
         )
     if spec.a_format is not None and spec.b_format is not None:
-        able, reason = device.gemm_supported(_info(rt), spec.a_format, spec.b_format)
+        known = replace(device.info(rt.device.index), cublaslt=_version())  # with the cuBLASLt in use
+        able, reason = device.gemm_supported(known, spec.a_format, spec.b_format)
         if not able:
             raise UnsupportedError(
                 "gemm",
@@ -168,11 +169,6 @@ def _fp8_bias(out: DType) -> DType:
 def _version() -> tuple[int, ...]:
     number = lt_.bindings().get_version()
     return number // 10000, number // 100 % 100, number % 100
-
-
-def _info(rt: Runtime) -> device.DeviceInfo:
-    """The device, with the cuBLASLt in use."""
-    return replace(device.info(rt.device.index), cublaslt=_version())
 
 
 # ---------------------------------------------------------------------------------------------- kernels of our own

@@ -273,6 +273,12 @@ class Prepared:
         self.point(*[(1 << 20) + spec.alignment] * len(self.attributes))
         self.algo = self.needs = 0
 
+    @property
+    def problem(self) -> tuple[int, ...]:
+        """What the library is asked about an algorithm with."""
+        c = self.out_layout  # in and out
+        return self.cache.handle, self.desc, self.a_layout, self.b_layout, c, c
+
     def finished(self, plan: LtPlan) -> Prepared:
         """Take the algorithm that the plan settled on."""
         self.algo, self.needs = plan.algo, plan.workspace

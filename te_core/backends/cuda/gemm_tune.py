@@ -160,34 +160,21 @@ def _heuristic(spec: GemmSpec, route: LtRoute, prepared: Prepared, wanted: int) 
         lt_.set_preference(lt, preference, lt_.PREF_REDUCTION_MASK, scheme)
         for attribute in lt_.PREF_ALIGNMENTS:
             lt_.set_preference(lt, preference, attribute, spec.alignment)
-        lt.matmul_algo_get_heuristic(
-            prepared.cache.handle,
-            prepared.desc,
-            prepared.a_layout,
-            prepared.b_layout,
-            prepared.out_layout,
-            prepared.out_layout,
-            preference,
-            wanted,
-            ctypes.addressof(results),
-            ctypes.addressof(count),
-        )
+        addresses = ctypes.addressof(results), ctypes.addressof(count)
+        lt.matmul_algo_get_heuristic(*prepared.problem, preference, wanted, *addresses)
     except Exception as error:  # nvmath's error type
         if getattr(error, "status", None) not in lt_.REFUSALS:
             raise
         return str(error)
     finally:
         lt.matmul_preference_destroy(preference)
-    found = [c for i in range(count.value) if (c := _read(results.raw, i)) is not None]
+    found = []
+    for i in range(count.value):
+        one = results.raw[lt_.RESULT_BYTES * i : lt_.RESULT_BYTES * (i + 1)]
+        workspace, status = struct.unpack_from("=Qi", one, lt_.ALGO_BYTES)
+        if not status:
+            found.append(Choice(_algorithm(one), workspace, "cuBLASLt's heuristic"))
     return found or "no algorithm fits"
-
-
-def _read(results: bytes, index: int) -> Choice | None:
-    one = results[lt_.RESULT_BYTES * index : lt_.RESULT_BYTES * (index + 1)]
-    workspace, status = struct.unpack_from("=Qi", one, lt_.ALGO_BYTES)
-    if status:
-        return None
-    return Choice(_algorithm(one), workspace, "cuBLASLt's heuristic")
 
 
 def _algorithm(content: bytes) -> Any:
@@ -201,16 +188,7 @@ def _check(prepared: Prepared, stored: bytes, source: str) -> Choice | None:
     algorithm = _algorithm(stored)
     result = ctypes.create_string_buffer(lt_.RESULT_BYTES)
     try:
-        lt.matmul_algo_check(
-            prepared.cache.handle,
-            prepared.desc,
-            prepared.a_layout,
-            prepared.b_layout,
-            prepared.out_layout,
-            prepared.out_layout,
-            ctypes.addressof(algorithm),
-            ctypes.addressof(result),
-        )
+        lt.matmul_algo_check(*prepared.problem, ctypes.addressof(algorithm), ctypes.addressof(result))
     except Exception as error:  # nvmath's error type
         if getattr(error, "status", None) not in lt_.REFUSALS:
             raise
@@ -312,14 +290,11 @@ def _read_store() -> dict[str, dict[str, Any]]:
 def _is_store(content: Any) -> bool:
     return isinstance(content, dict) and all(
         isinstance(entry, dict)
-        and _is_algorithm(entry.get("algorithm"))
+        and isinstance(entry.get("algorithm"), str)
+        and re.fullmatch(rf"[0-9a-f]{{{2 * lt_.ALGO_BYTES}}}", entry["algorithm"])
         and all(isinstance(entry.get(name, 0.0), (int, float)) for name in ("ms", "own_ms"))
         for entry in content.values()
     )
-
-
-def _is_algorithm(text: Any) -> bool:
-    return isinstance(text, str) and re.fullmatch(rf"[0-9a-f]{{{2 * lt_.ALGO_BYTES}}}", text) is not None
 
 
 def _remember(key: str, entry: dict[str, Any]) -> None:

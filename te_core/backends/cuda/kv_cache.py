@@ -9,7 +9,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVCacheSpec, KVGatherSpec, KVMoveSpec
+    from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVCacheSpec
 
 THREADS = 256
 
@@ -30,26 +30,24 @@ def kv_append(
         kernel(rt, grid, block, new_k, new_v, cache.k, cache.v, cu_new, cu_cached, cache.pages, *numbers)
 
 
-def kv_move(rt: Runtime, spec: KVMoveSpec, cache: KVCache, moves: Tensor) -> None:
+def kv_move(rt: Runtime, spec: KVCacheSpec, cache: KVCache, moves: Tensor, longest: int) -> None:
     """Move row after row: all rows of a place in them are one thread's."""
-    k, v = _vectors(spec.cache)
-    kernel = loader.get(
-        rt, "kv_cache", entry="kv_move", args="pppiiiiii", WIDTH=spec.cache.vector, PACKED=False, PAGED=False
-    )
-    numbers = (moves.shape[0], spec.longest, spec.cache.capacity, k, v, spec.cache.rows)
-    grid, block = _shares(spec.longest, k + v)
+    k, v = _vectors(spec)
+    kernel = loader.get(rt, "kv_cache", entry="kv_move", args="pppiiiiii", WIDTH=spec.vector, PACKED=False, PAGED=False)
+    numbers = (moves.shape[0], longest, spec.capacity, k, v, spec.rows)
+    grid, block = _shares(longest, k + v)
     if grid[0]:
         kernel(rt, grid, block, cache.k, cache.v, moves, *numbers)
 
 
-def kv_gather(rt: Runtime, spec: KVGatherSpec, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
+def kv_gather(rt: Runtime, spec: KVCacheSpec, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
     """Copy the tokens of each sequence from its pages: a thread for each vector of the result, zeros included."""
-    form, vectors = spec.cache, _vectors(spec.cache)
+    vectors, sequences = _vectors(spec), k.shape[0]
     kernel = loader.get(
-        rt, "kv_cache", entry="kv_gather", args="p" * 6 + "i" * 6, WIDTH=form.vector, PACKED=False, PAGED=True
+        rt, "kv_cache", entry="kv_gather", args="p" * 6 + "i" * 6, WIDTH=spec.vector, PACKED=False, PAGED=True
     )
-    numbers = (*vectors, spec.sequences, form.capacity, form.tokens, form.blocks)
-    grid, block = _shares(spec.sequences * form.capacity, sum(vectors))
+    numbers = (*vectors, sequences, spec.capacity, spec.tokens, spec.blocks)
+    grid, block = _shares(sequences * spec.capacity, sum(vectors))
     if grid[0]:
         kernel(rt, grid, block, cache.k, cache.v, k, v, cu_cached, cache.pages, *numbers)
 

@@ -12,7 +12,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.loss import LossOperands, LossOpSpec, LossTerms
+    from te_core.ops.loss import LossOperands, LossTerms
 
 _TARGETS = {dtypes.int64: "i64", dtypes.int32: "int"}
 _TOTALS = {"sum": 0, "mean": 1, "mean of some": 2}
@@ -21,30 +21,30 @@ _EACH = 8  # vectors that a thread takes where a row is that short; a block is 1
 _HELD, _HELD_ANYWHERE = {9: 224 << 10, 10: 224 << 10}, 96 << 10
 
 
-def _tiling(rt: Runtime, spec: LossOpSpec) -> tuple[int, int, int, bool]:
+def _tiling(rt: Runtime, logits: Tensor, alignment: int) -> tuple[int, int, int, bool]:
     """(elements of a vector, threads of a block, vectors that each holds, whether rows are no whole vectors)."""
-    cols, size = spec.shape[1], spec.dtype.itemsize
+    cols, size = logits.shape[1], logits.dtype.itemsize
     width = 16 // size
-    peel = spec.alignment == 0 and cols % width > 0
+    peel = not alignment & 15 and cols % width > 0
     if not peel:
-        width = tiling.vector_width(cols, spec.alignment, (size,), width)
+        width = tiling.vector_width(cols, alignment, (size,), width)
     vectors = -(-cols // width)
     threads = min(1024, max(128, 1 << (-(-vectors // _EACH) - 1).bit_length()))
     most = _HELD.get(device.info(rt.device.index).capability[0], _HELD_ANYWHERE) // (threads * width * size)
     return width, threads, min(-(-vectors // threads), most, 4 * _EACH), peel
 
 
-def loss_rows(rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOperands) -> None:
+def loss_rows(rt: Runtime, terms: LossTerms, operands: LossOperands) -> None:
     """The facts of rows, their gradient, or both."""
-    rows, cols = spec.shape
-    width, threads, held, peel = _tiling(rt, spec)
     logits, target, facts, known, grad, out = operands
+    (rows, cols), dtype = logits.shape, logits.dtype
+    width, threads, held, peel = _tiling(rt, logits, logits.ptr | (0 if out is None else out.ptr))
     kernel = loader.get(
         rt,
         "loss",
         args="p" * 6 + "qqqq" + "iii" + "ff",
-        DTYPE=TYPES[spec.dtype],
-        TARGET=_TARGETS[spec.target],
+        DTYPE=TYPES[dtype],
+        TARGET=_TARGETS[target.dtype],
         VEC=width,
         SIZE=threads,
         HELD=held,
@@ -56,7 +56,7 @@ def loss_rows(rt: Runtime, spec: LossOpSpec, terms: LossTerms, operands: LossOpe
     ranks, step = 1 if known is None else known.shape[0], int(grad is not None and grad.size > 1)
     pointers = (logits, target, facts, known, grad, out)
     if rows:
-        shared = held * threads * width * spec.dtype.itemsize
+        shared = held * threads * width * dtype.itemsize
         factors = (terms.label_smoothing, terms.z_loss)
         kernel(rt, rows, threads, *pointers, *numbers, ranks, step, *factors, shared=shared)
 

@@ -66,9 +66,7 @@ class PoolAllocator:
         return self
 
 
-def default_allocator(device: Device) -> PoolAllocator:
-    """The driver's memory pool."""
-    return PoolAllocator(device)
+default_allocator = PoolAllocator
 
 
 def _streams(device: Device) -> dict[tuple[int, str], int]:

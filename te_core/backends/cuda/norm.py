@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on CUDA: which kernel, with which tiling; then its pointers.
+"""LayerNorm, RMSNorm and the L2 norm on CUDA: which kernel, with which tiling; then its pointers.
 
 | wanted | launches |
 |---|---|
@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from te_core import dtypes, libraries
@@ -115,7 +117,12 @@ def _plan_forward(rt: Runtime, spec: NormOpSpec) -> ForwardPlan:
     )
     shared = stages * row_bytes
     steps = -(-(padded(rows) if delayed else rows) // height)
-    grid = min(steps, _blocks(rt, team.threads, kernel, shared, margin))
+    # A persistent grid. With a margin one large block to a multiprocessor: the hardware spreads blocks over all
+    # multiprocessors before it doubles up, so fewer blocks than multiprocessors leave some of them free.
+    blocks = max(1, limits(rt).multiprocessors - margin)
+    if not margin:
+        blocks *= limits(rt).blocks_per_multiprocessor(team.threads, kernel.attribute(4), shared)
+    grid = min(steps, blocks)
     # A cast is launched for no rows too: it writes the scale's inverse, or the partial maximum 0.
     grid = max(grid, 1 if cast else 0)
     scratch = 0 if rowwise or not turn else grid * height * padded(cols)
@@ -135,14 +142,6 @@ def _tiles(rt: Runtime, spec: NormOpSpec, cast: CastKey) -> Kernel:
         ALIGNED=not spec.alignment and spec.shape[1] % (16 // spec.x.itemsize) == 0,
         **tile_constants(cast, spec.x, False),
     )
-
-
-def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int) -> int:
-    """Blocks of a persistent grid. With a margin one large block to a multiprocessor: the hardware spreads blocks
-    over all multiprocessors before it doubles up, so fewer blocks than multiprocessors leave some of them free."""
-    if margin:
-        return max(1, limits(rt).multiprocessors - margin)
-    return limits(rt).multiprocessors * limits(rt).blocks_per_multiprocessor(threads, kernel.attribute(4), shared)
 
 
 def norm_forward(rt: Runtime, spec: NormOpSpec, operands: NormOperands) -> None:
@@ -256,3 +255,39 @@ def norm_backward(rt: Runtime, spec: NormOpSpec, operands: NormGradients) -> Non
     total = loader.get(rt, "norm_backward_sum", args="pppii", GAMMA=TYPES[spec.gamma])
     grid = (-(-cols // 32), 2 if spec.kind == "LayerNorm" else 1)
     total(rt, grid, 512, partial, dgamma, dbeta, plan.parts, cols)
+
+
+# ---------------------------------------------------------------------------------------------- L2 norm
+
+_L2_THREADS = 256  # of a block
+
+
+def _run_l2(rt: Runtime, entry: str, x: Tensor, *operands: Tensor, eps: float) -> None:
+    (rows, cols), dtype = x.shape, x.dtype
+    alignment = reduce(or_, [t.ptr for t in operands])
+    width = tiling.vector_width(cols, alignment, (dtype.itemsize,), 16 // dtype.itemsize)
+    team = tiling.forward_team(cols, width, dtype.itemsize).in_blocks_of(_L2_THREADS)
+    kernel = loader.get(
+        rt,
+        "l2_norm",
+        entry=entry,
+        args="p" * len(operands) + "qif",
+        DTYPE=TYPES[dtype],
+        VEC=width,
+        SIZE=team.size,
+        ITERS=team.iters,
+        FULL=team.is_full(cols),
+        TEAMS=team.teams,
+    )
+    if rows:
+        kernel(rt, -(-rows // team.teams), team.threads, *operands, rows, cols, eps)
+
+
+def l2_norm_forward(rt: Runtime, x: Tensor, y: Tensor, eps: float) -> None:
+    """y = x / sqrt(sum(x^2) + eps)."""
+    _run_l2(rt, "l2_norm_forward", x, x, y, eps=eps)
+
+
+def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, dx: Tensor, eps: float) -> None:
+    """dx = r * (dy - x * r^2 * sum(dy * x))."""
+    _run_l2(rt, "l2_norm_backward", x, dy, x, dx, eps=eps)

@@ -47,14 +47,10 @@ class Launch(NamedTuple):
     blocks: int
 
 
-def _capacities(entry: struct.Struct, tail: struct.Struct) -> tuple[int, int]:
-    """Entries that fit in either size, by fours of the smaller one."""
-    return (_SMALL - tail.size) // entry.size // 4 * 4, (_LARGE - tail.size) // entry.size // 8 * 8
-
-
 def _launches(entry: struct.Struct, tail: struct.Struct, rows: Sequence[Row]) -> Iterator[Launch]:
     """The tables of these tensors, in order, but for their tails."""
-    small, large = _capacities(entry, tail)
+    # Entries that fit in either size, by fours of the smaller one.
+    small, large = (_SMALL - tail.size) // entry.size // 4 * 4, (_LARGE - tail.size) // entry.size // 8 * 8
     capacity = large if len(rows) > small and libraries.large_parameters() else small
     for start in range(0, len(rows), capacity):
         table = create_string_buffer(capacity * entry.size + tail.size)

@@ -215,24 +215,20 @@ def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
 
 def dequantize(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -> None:
     """out = q * scale_inv, from one of the copies."""
-    rows, cols = q.shape
-    if not rows or not cols:
-        return
-    source = q.columnwise if columnwise else q.rowwise
-    assert source is not None  # the ops floor refuses a missing copy
+    if out.size:
+        kernel, grid = dequantizer(rt, "dequantize", q, out, columnwise)
+        kernel(rt, grid, THREADS, q.columnwise if columnwise else q.rowwise, q.scale_inv, out, *q.shape)
+
+
+def dequantizer(
+    rt: Runtime, name: str, q: QuantizedTensor, out: Tensor, columnwise: bool, **constants: Any
+) -> tuple[Kernel, tuple[int, int]]:
+    """The kernel that gives the values of a copy, and how many tiles lie beside and below one another."""
+    (rows, cols), (tile_m, tile_n) = q.shape, (8 * PAD, 64) if columnwise else (16, 32 * PAD)
     vector = cols % 4 == 0 and out.ptr % (4 * out.dtype.itemsize) == 0
-    kernel = loader.get(
-        rt,
-        "dequantize",
-        args="pppqq",
-        DTYPE=TYPES[out.dtype],
-        FORMAT=FORMATS[q.dtype],
-        COLUMNWISE=columnwise,
-        VECTOR=vector,
-    )
-    tile_m, tile_n = (8 * PAD, 64) if columnwise else (16, 32 * PAD)
-    grid = (-(-cols // tile_n), -(-rows // tile_m))
-    kernel(rt, grid, THREADS, source, q.scale_inv, out, rows, cols)
+    constants |= {"DTYPE": TYPES[out.dtype], "FORMAT": FORMATS[q.dtype], "COLUMNWISE": columnwise, "VECTOR": vector}
+    kernel = loader.get(rt, name, args="pppqq", **constants)
+    return kernel, (-(-cols // tile_n), -(-rows // tile_m))
 
 
 def transpose(rt: Runtime, x: Tensor, out: Tensor) -> None:
@@ -254,17 +250,13 @@ _STATE = struct.Struct("=QQQiifi")  # State of scale_update.cu
 _SMALL, _LARGE = 100, 800
 
 
-@dataclass(frozen=True, slots=True)
-class UpdatePlan:
-    """The launches of one scale update, their tables filled in."""
-
-    family: str
-    launches: tuple[tuple[Kernel, int, Any], ...]  # kernel, states, the table
+#: Of each launch: the kernel, how many states it updates, its table.
+UpdatePlan = tuple[tuple[Kernel, int, Any], ...]
 
 
 def run_update(rt: Runtime, plan: UpdatePlan) -> None:
     """One launch for up to 800 states (100 before CUDA 12.1)."""
-    for kernel, count, table in plan.launches:
+    for kernel, count, table in plan:
         places = None
         if rt.recorder is not None:
             places = [i * _STATE.size + at for i in range(count) for at in (0, 8, 16)]
@@ -284,4 +276,4 @@ def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePla
             rows, columns = s.history.shape
             _STATE.pack_into(table, i * _STATE.size, s.scale.ptr, s.history.ptr, s.used.ptr, columns, rows, s.limit, 0)
         launches.append((kernel, len(part), table))
-    return UpdatePlan("scale_update", tuple(launches))
+    return tuple(launches)

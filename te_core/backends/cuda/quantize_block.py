@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from te_core.backends.cuda.quantize import THREADS as DEQUANTIZE_THREADS
-from te_core.backends.cuda.quantize import aligned
+from te_core.backends.cuda.quantize import aligned, dequantizer
 from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace
 from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
-from te_core.quantized import BLOCK, PAD, Cast, CastKey, QuantizedTensor
+from te_core.quantized import BLOCK, Cast, CastKey, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -80,22 +80,7 @@ def quantize_block(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, col
 
 def dequantize_block(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -> None:
     """out = q times the scales of its blocks, from one of the copies."""
-    rows, cols = q.shape
-    if not rows or not cols:
-        return
-    source, scales = (q.columnwise, q.columnwise_scale) if columnwise else (q.rowwise, q.rowwise_scale)
-    assert source is not None and scales is not None  # the ops floor refuses a missing copy
-    vector = cols % 4 == 0 and out.ptr % (4 * out.dtype.itemsize) == 0
-    kernel = loader.get(
-        rt,
-        "dequantize_block",
-        args="pppqq",
-        DTYPE=TYPES[out.dtype],
-        FORMAT=FORMATS[q.dtype],
-        COLUMNWISE=columnwise,
-        TILED=q.format.tiled,
-        VECTOR=vector,
-    )
-    tile_m, tile_n = (8 * PAD, 64) if columnwise else (16, 32 * PAD)
-    grid = (-(-rows // tile_m), -(-cols // tile_n))
-    kernel(rt, grid, DEQUANTIZE_THREADS, source, scales, out, rows, cols)
+    if out.size:
+        source, scales = (q.columnwise, q.columnwise_scale) if columnwise else (q.rowwise, q.rowwise_scale)
+        kernel, (across, down) = dequantizer(rt, "dequantize_block", q, out, columnwise, TILED=q.format.tiled)
+        kernel(rt, (down, across), DEQUANTIZE_THREADS, source, scales, out, *q.shape)

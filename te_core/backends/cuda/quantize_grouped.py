@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from ctypes import Array, c_char, create_string_buffer
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_core import libraries
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, STAGE_BYTES, THREADS, Tiling, multiprocessors, tiling
@@ -57,9 +57,7 @@ class Variant:
 class GroupedPlan:
     """The kernels of one width, type and cast, and how far a matrix is cut up."""
 
-    family: str
-    width: int
-    dtype: DType
+    spec: GroupedSpec
     cast: Variant
     tall: bool
     limit: int  # of blocks of the cast, for each matrix; 0: none
@@ -74,26 +72,24 @@ class GroupedPlan:
 
 
 def _plan(rt: Runtime, spec: GroupedSpec) -> GroupedPlan:
-    width, dtype, sum_dtype = spec.width, spec.dtype, spec.sum
+    dtype, sum_dtype = spec.dtype, spec.sum
     form, columnwise = spec.cast.format, spec.cast.columnwise
     adds = sum_dtype is not None
-    sums = (
-        None
-        if sum_dtype is None
-        else loader.get(rt, "column_sum", entry="column_sum_grouped", args="b", DTYPE=TYPES[sum_dtype])
-    )
+    sums = None
+    if sum_dtype is not None:
+        sums = loader.get(rt, "column_sum", entry="column_sum_grouped", args="b", DTYPE=TYPES[sum_dtype])
     if form.scaling == "block":
         constants = {**tile_constants(spec.cast, dtype, adds), "GROUPED": 1}
         cast = Variant("quantize_block", "quantize_block_grouped", tuple(constants.items()))
-        return GroupedPlan("quantize_block_grouped", width, dtype, cast, True, 0, sums=sums)
+        return GroupedPlan(spec, cast, True, 0, sums=sums)
     most = BLOCKS_PER_SM * multiprocessors(rt)
     if spec.cast.delayed:
         tall = columnwise or adds
         cast = _variant(dtype, form.dtype, "GIVEN_SCALE", columnwise, adds)
-        return GroupedPlan("quantize_grouped", width, dtype, cast, tall, most if tall else 0, sums=sums)
+        return GroupedPlan(spec, cast, tall, most if tall else 0, sums=sums)
     cast = _variant(dtype, form.dtype, "OWN_SCALE", columnwise, False)
     maxima = _variant(dtype, float8_e4m3, "NO_CAST", False, adds)
-    return GroupedPlan("amax+quantize_grouped", width, dtype, cast, columnwise, 0, maxima, most, sums)
+    return GroupedPlan(spec, cast, columnwise, 0, maxima, most, sums)
 
 
 def _variant(dtype: DType, fp8: DType, scaling: str, columnwise: bool, adds: bool) -> Variant:
@@ -119,29 +115,23 @@ def quantize_grouped(
     """Quantize all matrices."""
     plan = rt.plans.find(rt, _plan, spec)
     capacity = _LARGE if len(parts) > _SMALL and libraries.large_parameters() else _SMALL
-    vector = 16 // plan.dtype.itemsize
-    aligned = plan.width % vector == 0 and not any(part.ptr & 15 for part in parts)
+    vector = 16 // plan.spec.dtype.itemsize
+    aligned = plan.spec.width % vector == 0 and not any(part.ptr & 15 for part in parts)
     for start in range(0, len(parts), capacity):
         some = slice(start, start + capacity)
-        chunk = _Chunk(rt, plan, parts[some], casts[some], outs[some], aligned, capacity)
+        chunk = _Chunk(plan, parts[some], casts[some], outs[some], aligned, capacity)
         chunk.run(rt, None if column_sums is None else column_sums[some])
 
 
-class _Chunk:
+class _Chunk(NamedTuple):
     """As many matrices as one table holds."""
 
-    def __init__(
-        self,
-        rt: Runtime,
-        plan: GroupedPlan,
-        parts: Sequence[Tensor],
-        casts: Sequence[Cast],
-        outs: Sequence[QuantizedTensor],
-        aligned: bool,
-        capacity: int,
-    ) -> None:
-        self.plan, self.parts, self.casts, self.outs = plan, parts, casts, outs
-        self.aligned, self.capacity = aligned, capacity
+    plan: GroupedPlan
+    parts: Sequence[Tensor]
+    casts: Sequence[Cast]
+    outs: Sequence[QuantizedTensor]
+    aligned: bool
+    capacity: int
 
     def run(self, rt: Runtime, column_sums: Sequence[Tensor] | None) -> None:
         """All launches for these matrices."""
@@ -176,11 +166,11 @@ class _Chunk:
         return self._places(rt, [t.grid[1] for t in tiles])
 
     def _places(self, rt: Runtime, rows: Sequence[int]) -> list[int]:
-        at = column_workspace(rt, sum(rows), self.plan.width)
+        at = column_workspace(rt, sum(rows), self.plan.spec.width)
         found = []
         for n in rows:
             found.append(at)
-            at += 4 * n * self.plan.width
+            at += 4 * n * self.plan.spec.width
         return found
 
     def _first_pass(self, rt: Runtime, column_sums: Sequence[Tensor] | None) -> tuple[list[int], list[int]]:
@@ -191,17 +181,14 @@ class _Chunk:
         for t in first:
             partials.append(at)
             at += 4 * t.blocks
-        self._maxima(rt, first, partials, sums)
-        self._add(rt, [t.grid[1] for t in first], sums, column_sums)
-        return partials, [t.blocks for t in first]
-
-    def _maxima(self, rt: Runtime, tiles: Sequence[Tiling], partials: Sequence[int], sums: Sequence[int]) -> None:
         assert self.plan.maxima is not None
         rows = [
             (part.ptr, 0, 0, 0, 0, at, total, part.shape[0], t.grid[1], t.steps, 0)
-            for part, t, at, total in zip(self.parts, tiles, partials, sums, strict=True)
+            for part, t, at, total in zip(self.parts, first, partials, sums, strict=True)
         ]
-        self._launch(rt, self.plan.maxima, rows, tiles)
+        self._launch(rt, self.plan.maxima, rows, first)
+        self._add(rt, [t.grid[1] for t in first], sums, column_sums)
+        return partials, [t.blocks for t in first]
 
     def _cast(
         self, rt: Runtime, tiles: Sequence[Tiling], sources: Sequence[int], counts: Sequence[int], sums: Sequence[int]
@@ -240,7 +227,7 @@ class _Chunk:
         """What follows the entries."""
         cast = self.casts[0]
         _TAIL.pack_into(
-            table, self.capacity * size, self.plan.width, cast.epsilon, cast.power_of_two, len(self.parts), across
+            table, self.capacity * size, self.plan.spec.width, cast.epsilon, cast.power_of_two, len(self.parts), across
         )
 
     # ---------------------------------------------------------------------------------------------- in blocks
@@ -248,7 +235,7 @@ class _Chunk:
     def _tiles(self, rt: Runtime, column_sums: Sequence[Tensor] | None) -> None:
         """One launch of quantize_block.cu."""
         plan = self.plan
-        across = -(-plan.width // _SIDE)
+        across = -(-plan.spec.width // _SIDE)
         down = [-(-part.shape[0] // _SIDE) for part in self.parts]
         sums = [0] * len(down) if column_sums is None else self._places(rt, down)
         table = create_string_buffer(self.capacity * _TILES.size + _TAIL.size)
@@ -270,7 +257,7 @@ class _Chunk:
             blocks += across * down[i]
         if blocks:
             self._finish(table, _TILES.size, across)
-            threads, shared = tile_threads(plan.dtype), tile_bytes(plan.dtype)
+            threads, shared = tile_threads(plan.spec.dtype), tile_bytes(plan.spec.dtype)
             kernel = plan.cast.get(rt, self.aligned, self.capacity)
             kernel.by_value(rt, blocks, threads, table, shared, _places_of(rt, _TILES, len(down)))
         self._add(rt, down, sums, column_sums)
@@ -281,7 +268,7 @@ class _Chunk:
         self, rt: Runtime, parts: Sequence[int], partials: Sequence[int], column_sums: Sequence[Tensor] | None
     ) -> None:
         """Add up the partial column sums of all matrices."""
-        kernel, width = self.plan.sums, self.plan.width
+        kernel, width = self.plan.sums, self.plan.spec.width
         if column_sums is None or kernel is None or not width:
             return
         blocks = -(-width // _COLUMNS)

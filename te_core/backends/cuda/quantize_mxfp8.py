@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, THREADS, aligned, multiprocessors
 from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace
-from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.quantized import Cast, QuantizedTensor, up
 from te_core.runtime import Runtime
@@ -36,26 +35,18 @@ def quantize_mxfp8(rt: Runtime, x: Tensor, cast: Cast, out: QuantizedTensor, col
         COLUMN_SUM=column_sum is not None,
         ALIGNED=aligned(x),
     )
-    across, down = grid = _grid(rt, x.shape, x.dtype, column_sum is not None)
+    # Blocks over the scales' whole 128s; a block has the columns of eight lanes of 16 bytes in each of its warps. With
+    # sums it takes several 32 rows in turn, to leave few partials.
+    columns = THREADS // 4 * (16 // x.dtype.itemsize)
+    across, down = -(-up(x.shape[1], 128) // columns), up(x.shape[0], 128) // _SIDE
+    if column_sum is not None and across:
+        down = min(down, max(1, BLOCKS_PER_SM * multiprocessors(rt) // across))
+    down = min(down, _MAX_GRID_Y)
     sums = 0 if column_sum is None else column_workspace(rt, down, x.shape[1])
     if across and down:
         copies = (out.rowwise, out.rowwise_scale, out.columnwise, out.columnwise_scale)
-        kernel(rt, grid, THREADS, x, *copies, sums, *x.shape)
+        kernel(rt, (across, down), THREADS, x, *copies, sums, *x.shape)
     add_column_sums(rt, sums, down, column_sum)
-
-
-def _grid(rt: Runtime, shape: tuple[int, ...], dtype: DType, sums: bool) -> tuple[int, int]:
-    """Blocks over the scales' whole 128s. With sums a block takes several 32 rows in turn, to leave few partials."""
-    across = -(-up(shape[1], 128) // _columns(dtype))
-    down = up(shape[0], 128) // _SIDE
-    if sums and across:
-        down = min(down, max(1, BLOCKS_PER_SM * multiprocessors(rt) // across))
-    return across, min(down, _MAX_GRID_Y)
-
-
-def _columns(dtype: DType) -> int:
-    """Columns of a block of quantize_mxfp8: eight lanes of 16 bytes in each of its warps."""
-    return THREADS // 4 * (16 // dtype.itemsize)
 
 
 def dequantize_mxfp8(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -> None:

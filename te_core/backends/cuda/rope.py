@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
+from te_core.backends.cuda.norm_tiling import vector_width
 from te_core.backends.cuda.sums import TYPES
-from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor, dense_strides
+from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.rope import RopeOpSpec, RopeQkvOpSpec, Turn
+    from te_core.ops.rope import Split, Turn
 
 _THREADS = 256
 _UNITS = 2  # of a token in one thread, where there are enough: the angles are made by fewer threads, but all of them
@@ -21,14 +21,6 @@ _UNITS = 2  # of a token in one thread, where there are enough: the angles are m
 _ARGS = "pppppqqqqqqiiiii"
 #: packed, q, k, v, two freqs, cu_seqlens, starts | tokens, sequences, two tables | heads .. dk2, grouped, cp
 _QKV_ARGS = "pppppppp" + "qqqq" + "iiiiiiiiii"
-
-
-def _width(dtype: DType, alignment: int, sizes: tuple[int, ...]) -> int:
-    """Elements of a vector: at most 16 bytes, dividing every size, every vector on its boundary."""
-    width = 16 // dtype.itemsize
-    while width > 1 and (alignment % (width * dtype.itemsize) or any(size % width for size in sizes)):
-        width //= 2
-    return width
 
 
 def _threads(units: int) -> int:
@@ -44,24 +36,18 @@ def _extent(lead: tuple[int, ...], turn: Turn) -> tuple[int, int]:
 
 
 def rope(
-    rt: Runtime,
-    spec: RopeOpSpec,
-    t: Tensor,
-    freqs: Tensor,
-    cu_seqlens: Tensor | None,
-    starts: Tensor | None,
-    out: Tensor,
+    rt: Runtime, turn: Turn, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None, out: Tensor
 ) -> None:
     """out = t turned (or turned back)."""
-    shape, table, turn, fmt = spec.shape, spec.table, spec.turn, spec.turn.fmt
-    heads, d, d2 = shape[-2], shape[-1], table[-1]
-    steps = spec.strides or dense_strides(shape)
-    width = _width(spec.dtype, spec.alignment, (d, d2 // 2, *steps[:-1]))
+    shape, table, fmt = t.shape, freqs.shape, turn.fmt
+    heads, d, d2, size = shape[-2], shape[-1], table[-1], t.dtype.itemsize
+    steps = t.row_major_strides()
+    width = vector_width(gcd(d, d2 // 2, *steps[:-1]), t.ptr | out.ptr, (size,), 16 // size)
     kernel = loader.get(
         rt,
         "rope",
         args=_ARGS,
-        DTYPE=TYPES[spec.dtype],
+        DTYPE=TYPES[t.dtype],
         FORMAT=fmt.upper(),
         INTERLEAVED=turn.interleaved,
         BACKWARD=turn.backward,
@@ -78,7 +64,8 @@ def rope(
 
 def rope_qkv(
     rt: Runtime,
-    spec: RopeQkvOpSpec,
+    turn: Turn,
+    split: Split,
     packed: Tensor,
     parts: tuple[Tensor | None, ...],
     freqs: tuple[Tensor | None, ...],
@@ -86,16 +73,20 @@ def rope_qkv(
     starts: Tensor | None,
 ) -> None:
     """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
-    turn, split, lead = spec.turn, spec.split, spec.lead
+    assert parts[1] is not None
+    lead, dtype = parts[1].shape[:-2], packed.dtype
     heads, groups, (dq, dk, dv) = split.heads, split.groups, split.dims
-    (q_rows, dq2), (k_rows, dk2) = ((0, 0) if s is None else (s[0], s[-1]) for s in (spec.q_table, spec.k_table))
-    width = _width(spec.dtype, spec.alignment, (dq if heads else 0, dk, dv, dq2 // 2, dk2 // 2))
+    (q_rows, dq2), (k_rows, dk2) = ((0, 0) if f is None else (f.shape[0], f.shape[-1]) for f in freqs)
+    whole, alignment = gcd(dq if heads else 0, dk, dv, dq2 // 2, dk2 // 2), packed.ptr
+    for part in parts:
+        alignment |= 0 if part is None else part.ptr
+    width = vector_width(whole, alignment, (dtype.itemsize,), 16 // dtype.itemsize)
     kernel = loader.get(
         rt,
         "rope",
         entry="rope_qkv",
         args=_QKV_ARGS,
-        DTYPE=TYPES[spec.dtype],
+        DTYPE=TYPES[dtype],
         FORMAT=turn.fmt.upper(),
         INTERLEAVED=turn.interleaved,
         BACKWARD=turn.backward,

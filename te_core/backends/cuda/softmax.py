@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from te_core import dtypes
+from te_core.backends.cuda import norm_tiling as tiling
 from te_core.backends.cuda.sums import TYPES, column_sum
 from te_core.kernels import loader
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.softmax import SoftmaxOpSpec
+    from te_core.ops.softmax import Band
 
 _HELD = 32  # elements of a row in one thread; a longer row is read again instead
 _VECTORS = 4  # of a row in one thread, where a row is that long
 _THREADS = 128  # of a block of small teams
 _LARGEST = 1024
 
-#: x, y, mask, sink, share, cu_q, cu_kv | three steps of the mask | rows, cols, sq, heads, band | scale
-_FORWARD_ARGS = "pppppppqqqiiiiiiif"
-#: dy, y, dx, share, partials, cu_q, cu_kv | rows, cols, sq, heads, band | scale
-_BACKWARD_ARGS = "pppppppiiiiiiif"
+_ARGS = {
+    # x, y, mask, sink, share, cu_q, cu_kv | three steps of the mask | rows, cols, sq, heads, band | scale
+    "softmax_forward": "pppppppqqqiiiiiiif",
+    # dy, y, dx, share, partials, cu_q, cu_kv | rows, cols, sq, heads, band | scale
+    "softmax_backward": "pppppppiiiiiiif",
+}
 Pair = tuple[Tensor | None, Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Team:
-    """`size` threads share a row, `iters` vectors of `width` each (0: read again); `teams` of them make a block."""
-
-    size: int
-    iters: int
-    width: int
-    teams: int
-
-
-def team_of(cols: int, itemsize: int, alignment: int) -> Team:
+def team_of(cols: int, itemsize: int, alignment: int) -> tiling.Team:
     """How a row is shared; `alignment` is the bitwise or of the operands' addresses and of what mask rows need."""
-    width = 16 // itemsize
-    while width > 1 and (cols % width or alignment % (width * itemsize)):
-        width //= 2
+    width = tiling.vector_width(cols, alignment, (itemsize,), 16 // itemsize)
     vectors = max(1, cols // width)
     each = max(_VECTORS, 16 // width)
     size = min(_LARGEST, max(_power_from(-(-vectors // each)), min(8, _power_from(vectors))))
     iters = _power_from(-(-vectors // size))
     if iters * width > _HELD:
         size, iters = _LARGEST, 0
-    return Team(size, iters, width, max(1, _THREADS // size) if size <= 32 else 1)
+    return tiling.Team(size, iters, width, max(1, _THREADS // size) if size <= 32 else 1)
 
 
 def _power_from(n: int) -> int:
@@ -57,67 +46,67 @@ def _power_from(n: int) -> int:
 
 
 def _run(
-    rt: Runtime, entry: str, args: str, spec: SoftmaxOpSpec, alignment: int, operands: tuple[Any, ...], scale: float
+    rt: Runtime,
+    entry: str,
+    band: Band,
+    x: Tensor,
+    alignment: int,
+    operands: tuple[Any, ...],
+    scale: float,
+    **flags: bool,
 ) -> None:
     """`operands`: all that the kernel takes before its sizes."""
-    (batch, heads, sq, cols), dtype, band = spec.shape, spec.dtype, spec.band
+    (batch, heads, sq, cols), dtype = x.shape, x.dtype
     team = team_of(cols, dtype.itemsize, alignment)
-    banded = band.bounded or spec.lengths
     kernel = loader.get(
         rt,
         "softmax",
         entry=entry,
-        args=args,
+        args=_ARGS[entry],
         DTYPE=TYPES[dtype],
         VEC=team.width,
         SIZE=team.size,
         ITERS=team.iters,
         TEAMS=team.teams,
-        FULL=not banded and team.size * team.iters * team.width == cols,
-        BANDED=banded,
-        MASK=spec.mask is not None,
-        SINK=spec.sink,
+        FULL=not flags["BANDED"] and team.is_full(cols),
+        **flags,
     )
     rows = batch * heads * sq
     sizes = (rows, cols, sq, heads, band.left, band.right, band.bottom_right)
     if rows:
-        kernel(rt, -(-rows // team.teams), team.size * team.teams, *operands, *sizes, scale)
+        kernel(rt, -(-rows // team.teams), team.threads, *operands, *sizes, scale)
 
 
 def softmax_forward(
-    rt: Runtime,
-    spec: SoftmaxOpSpec,
-    x: Tensor,
-    mask: Tensor | None,
-    lengths: Pair,
-    sinks: Pair,
-    out: Tensor,
-    scale: float,
+    rt: Runtime, band: Band, x: Tensor, mask: Tensor | None, lengths: Pair, sinks: Pair, out: Tensor, scale: float
 ) -> None:
     """out = softmax(scale * x) over what is seen; of `sinks` the second, the share, is written."""
-    steps, alignment = (0, 0, 0), spec.alignment
-    if spec.mask is not None:
-        b, h, q, k = spec.mask
+    steps, alignment, sink = (0, 0, 0), x.ptr | out.ptr, sinks[0] is not None
+    if mask is not None:
+        b, h, q, k = mask.shape
         steps = (0 if b == 1 else h * q * k, 0 if h == 1 else q * k, 0 if q == 1 else k)
         # A vector of mask bytes stands at its columns: on its boundary as the scores are, in bytes of its own.
-        alignment |= spec.mask_alignment * spec.dtype.itemsize
+        alignment |= mask.ptr * x.dtype.itemsize
     operands = (x, out, mask, *sinks, *lengths, *steps)
-    if spec.shape[3] or spec.sink:  # a row of no scores is all the sink's
-        _run(rt, "softmax_forward", _FORWARD_ARGS, spec, alignment, operands, scale)
+    if x.shape[3] or sink:  # a row of no scores is all the sink's
+        banded = band.bounded or lengths[0] is not None
+        flags = {"BANDED": banded, "MASK": mask is not None, "SINK": sink}
+        _run(rt, "softmax_forward", band, x, alignment, operands, scale, **flags)
 
 
 def softmax_backward(
-    rt: Runtime, spec: SoftmaxOpSpec, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float
+    rt: Runtime, band: Band, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float
 ) -> None:
     """dx = scale * y * (dy - sum(dy * y)); of `sinks`, (share, dsink), dsink = - sum of share * sum(dy * y)."""
     share, dsink = sinks
-    if not prod(spec.shape):
+    if not y.size:
         if dsink is not None:
             rt.backend.zero(rt, dsink)
         return
     partials = 0 if share is None else rt.workspace("softmax sinks", share.nbytes)
     operands = (dy, y, dx, share, partials, *lengths)
-    _run(rt, "softmax_backward", _BACKWARD_ARGS, spec, spec.alignment, operands, scale)
+    flags = {"BANDED": band.bounded or lengths[0] is not None, "MASK": False, "SINK": share is not None}
+    _run(rt, "softmax_backward", band, y, dy.ptr | y.ptr, operands, scale, **flags)
     if dsink is not None:
-        batch, heads, sq, _ = spec.shape
+        batch, heads, sq, _ = y.shape
         column_sum(rt, partials, (batch * sq, heads), dtypes.float32, dsink)

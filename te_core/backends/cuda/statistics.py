@@ -7,7 +7,6 @@ from functools import partial
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, multiprocessors
 from te_core.backends.cuda.sums import FORMATS, TYPES
 from te_core.kernels import loader
-from te_core.kernels.loader import Kernel
 from te_core.quantized import Format
 from te_core.runtime import Runtime
 from te_core.statistics import SLOTS
@@ -27,32 +26,26 @@ def statistics(
 ) -> None:
     """Merge what a matrix is like into a record."""
     (rows, cols), pitch = x.shape, 0 if data is None else data.shape[1]
-    kind = _kind(data, form, columnwise)
-    vec = _width(x, data, form, cols if data is not None else None)
+    vec = _width(x, data, form)
     vectors = rows * (cols // vec)
     many = vectors + (1 << 21) > 1 << 32  # the last step of a thread's index must not wrap
     blocks = max(1, min(BLOCKS_PER_SM * multiprocessors(rt), -(-vectors // (4 * _THREADS))))
     parts = rt.workspace("statistics", 8 * SLOTS * blocks)
     one = scale is None or form is None or form.scaling == "tensor"
-    kernel, finish = _kernels(rt, x, kind, vec, "i64" if many else "u32", form)
-    across = 0 if one else scale.shape[1]  # type: ignore[union-attr]
-    kernel(rt, blocks, _THREADS, x, data, scale, parts, rows, cols, pitch, across)
-    finish(rt, 1, 32 * SLOTS, parts, record, blocks)
-
-
-def _kernels(rt: Runtime, x: Tensor, kind: str, vec: int, index: str, form: Format | None) -> tuple[Kernel, Kernel]:
-    """The pass over the tensor, and what joins its parts."""
     get = partial(
         loader.get,
         rt,
         "statistics",
         DTYPE=TYPES[x.dtype],
-        KIND=kind,
+        KIND=_kind(data, form, columnwise),
         VEC=vec,
         FORMAT="E4M3" if form is None else FORMATS[form.dtype],
-        INDEX=index,
+        INDEX="i64" if many else "u32",
     )
-    return get(args="ppppqqqq"), get(entry="statistics_finish", args="ppi")
+    kernel, finish = get(args="ppppqqqq"), get(entry="statistics_finish", args="ppi")
+    across = 0 if one else scale.shape[1]  # type: ignore[union-attr]
+    kernel(rt, blocks, _THREADS, x, data, scale, parts, rows, cols, pitch, across)
+    finish(rt, 1, 32 * SLOTS, parts, record, blocks)
 
 
 def _kind(data: Tensor | None, form: Format | None, columnwise: bool) -> str:
@@ -67,12 +60,11 @@ def _kind(data: Tensor | None, form: Format | None, columnwise: bool) -> str:
     return "TENSOR"
 
 
-def _width(x: Tensor, data: Tensor | None, form: Format | None, cols: int | None) -> int:
+def _width(x: Tensor, data: Tensor | None, form: Format | None) -> int:
     """Elements that a thread reads at once: whole vectors fill a row, and all addresses are on their grid."""
     widest = 4 if data is not None and form is None else 16 // x.dtype.itemsize
     if x.ptr & (widest * x.dtype.itemsize - 1):
         return 1
     if data is None:
         return widest
-    assert cols is not None
-    return widest if cols % widest == 0 and not data.ptr & 15 else 1
+    return widest if x.shape[1] % widest == 0 and not data.ptr & 15 else 1

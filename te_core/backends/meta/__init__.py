@@ -18,7 +18,6 @@ class MetaPlan:
     """Its own description."""
 
     spec: Any
-    family: str = "meta"
     swizzled: bool = False
 
     def run(self, rt: Any, operands: Any) -> None:
