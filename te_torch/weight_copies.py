@@ -172,7 +172,9 @@ def _kind(rules: Sequence[Precision | None], plain: Sequence[bool], grad: bool) 
     """(copies by these rules in words; by weight, whether its copy is also one along columns, None: it is not kept)."""
     columnwise = tuple(
         [
-            grad and rule.backward is None if given and rule is not None and _is_kept(rule) else None
+            grad and rule.backward is None
+            if given and rule is not None and rule.weight is not None and is_plain_rule(rule.weight)
+            else None  # a weight by this rule is not one quantized tensor
             for rule, given in zip(rules, plain, strict=True)
         ]
     )
@@ -206,11 +208,6 @@ def _shapes(
 def plan_at_trace(what: str, parts: tuple[int, ...], first: bool) -> str:
     """The operator's plan with copies that are this."""
     return f"{'first' if first else 'later'} {what.partition(' of ')[2]} {' '.join(map(str, parts))}"
-
-
-def _is_kept(rule: Precision) -> bool:
-    """Whether a weight by this rule is one quantized tensor."""
-    return rule.weight is not None and is_plain_rule(rule.weight)
 
 
 @constant_at_trace

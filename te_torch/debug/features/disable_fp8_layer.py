@@ -7,7 +7,7 @@ from typing import Any
 from nvdlfw_inspect.registry import api_method
 
 from te_torch.debug.features.disable_quantization_layer import DisableQuantizationLayer
-from te_torch.deprecation import deprecated
+from te_torch.runtime import deprecated
 
 
 class DisableFP8Layer(DisableQuantizationLayer):
