@@ -32,7 +32,7 @@ from te_torch.runtime import constant_at_trace, deprecated
 from te_torch.values import check_flags
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Region:
     """What a module has to know of the region that it runs in."""
 

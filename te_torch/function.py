@@ -50,7 +50,7 @@ from te_torch.tensors.wrap import from_core
 from te_torch.weight_copies import Copies
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Extra:
     """What a call depends on besides its tensors: weights quantized before, where weight gradients go, group sizes."""
 
@@ -114,7 +114,7 @@ def apply(
     return outputs
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Run:
     """One forward of a call, and its backward: what it depends on besides tensors."""
 

@@ -40,7 +40,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps
 from te_torch.tensors.tracing import core_from_inner
-from te_torch.weight_copies import Copies, for_backward, given_of, held_in, made_of, parsed, ready_for
+from te_torch.weight_copies import Copies, for_backward, held_in, made_of, own_and_given, parsed, ready_for
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _library.define(
@@ -376,7 +376,7 @@ class _Traced(torch.autograd.Function):
         ctx.carried, ctx.kept = carried, saved_carried(carried, origins) if carried else ""
         if copies and reads_copies:
             ctx.copies = for_backward(copies)
-            saved += kept or given_of(copies, inputs)
+            saved += kept or own_and_given(copies, inputs)[1]
         ctx.save_for_backward(*saved, scale_bwd, history_bwd, told)
         others = [] if differentiable is None else outputs[differentiable:]
         if scale_fwd is None:

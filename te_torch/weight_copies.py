@@ -223,17 +223,11 @@ def _behind(text: str) -> tuple[int, int]:
     return plan.tensors, sum(plan.parts)
 
 
-def own_inputs(text: str, inputs: Sequence[Any]) -> list[Any]:
-    """The layer's own inputs."""
-    count, parts = _behind(text)
-    return list(inputs[: len(inputs) - count - parts])
-
-
-def given_of(text: str, inputs: Sequence[Any]) -> list[Any]:
-    """The copies among the inputs."""
+def own_and_given(text: str, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The layer's own inputs, and the copies among the others."""
     count, parts = _behind(text)
     end = len(inputs) - parts
-    return list(inputs[end - count : end])
+    return list(inputs[: end - count]), list(inputs[end - count : end])
 
 
 @constant_at_trace

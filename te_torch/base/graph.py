@@ -274,9 +274,7 @@ class GraphPlan(Plan):
         state = prepared.state
         if state is None:
             return None
-        return tuple(
-            (part, s and s.precision) for part, s in zip([n.unit for n in prepared.noted], state.each, strict=True)
-        )
+        return tuple((n.unit, s and s.precision) for n, s in zip(prepared.noted, state.each, strict=True))
 
     def run(self, unit: Any, inputs: Sequence[Any], options: tuple[Any, ...], now: Now) -> tuple[Any, ...] | None:
         """As any plan, if nothing of the parts has changed and nothing asks for them."""

@@ -25,7 +25,7 @@ from te_torch.surroundings import check_surroundings
 from te_torch.values import check_flags
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class CachedWeight:
     """A weight quantized for several microbatches, and of which contents of which memory it is the copy."""
 

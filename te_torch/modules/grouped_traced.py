@@ -27,7 +27,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_TORCH, constant_at_trace, to_torch
 from te_torch.tensors.dispatch import keeps
 from te_torch.values import splits_of
-from te_torch.weight_copies import Copies, for_backward, given_of, made_of, own_inputs, ready_for
+from te_torch.weight_copies import Copies, for_backward, made_of, own_and_given, ready_for
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _SIZES = "SymInt[] sizes, Tensor? counts"
@@ -227,7 +227,8 @@ class _Traced(torch.autograd.Function):
         read = list(inputs)
         ctx.copies = ""
         if copies:
-            ctx.copies, read = for_backward(copies), own_inputs(copies, inputs) + (made or given_of(copies, inputs))
+            read, given = own_and_given(copies, inputs)
+            ctx.copies, read = for_backward(copies), read + (made or given)
         ctx.save_for_backward(*read, counts, used, scale_bwd, history_bwd)
         ctx.key, ctx.sizes, ctx.inputs = key, sizes, len(inputs)
         if scale is None:

@@ -108,11 +108,8 @@ class _Norm(CallingModule):
         return self._call((inp,))
 
     def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
-        inp, weight, bias = (
-            inputs[0],
-            self._tensor("weight"),
-            self._tensor("bias") if self.kind == "LayerNorm" else None,
-        )
+        inp, weight = inputs[0], self._tensor("weight")
+        bias = self._tensor("bias") if self.kind == "LayerNorm" else None
         _check(type(self).__name__, inp, self.normalized_shape)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
