@@ -24,12 +24,8 @@ from te_torch.runtime import constant_at_trace
 
 #: Layers by name, for programs of other processes. Of a family there is one for each number.
 _layers: dict[str, Layer] = {}
+named = _layers.get  # the layer of this name, if it is made already
 families: dict[str, Callable[[int], Layer]] = {}
-
-
-def named(name: str) -> Layer | None:
-    """The layer of this name, if it is made already."""
-    return _layers.get(name)
 
 
 class Slots(NamedTuple):

@@ -198,7 +198,7 @@ def _read_legacy(data: bytes) -> Any:
         start, stop = file.tell(), file.tell() + storage.nbytes
         if stop > len(data):
             raise _RefusedError("a file that ends inside a storage")
-        storage.content = lambda start=start, stop=stop: memoryview(data)[start:stop]
+        storage._read = memoryview(data)[start:stop]
         file.seek(stop)
     return read
 
