@@ -34,12 +34,22 @@ def told(
     ranks looked at once. `late` is how many reductions ago it was.
     """
     theirs = next((r for r in all_ranks or () if r[1:] != mine[1:]), None)
+    here, kind = f"rank {mine.rank}", "out of step"
     if least[0] != most[0]:
-        kind, what = "out of step", _directions(mine, theirs)
+        other = f"another rank at {WHAT[1 - mine.direction]}"
+        if theirs is not None:
+            other = f"rank {theirs.rank} at {WHAT[theirs.direction]} of {_some(theirs)}"
+        what = f"{here} is at {WHAT[mine.direction]} of {_some(mine)}, {other}"
     elif least[2] != most[2]:
-        kind, what = "out of step", _abandoned(mine, theirs, least[2], most[2])
+        other = f"{least[2]:.0f} to {most[2]:.0f} on all"
+        if theirs is not None:
+            other = f"{theirs.abandoned} on rank {theirs.rank}"
+        what = f"exceptions have ended {mine.abandoned} regions on {here}, {other}"
     elif theirs is None:
-        kind, what = "modules", _unknown(mine, least[1], most[1])
+        kind, other = "modules", f"the ranks ran {least[1]:.0f} to {most[1]:.0f} modules"
+        if least[1] == most[1]:
+            other = "the others as many, but not the same, or in another order, or under another rule"
+        what = f"{here} ran {_some(mine)}; {other}"
     else:
         kind, what = _modules(mine, theirs)
     got, allowed, do = _KINDS[kind]
@@ -72,28 +82,6 @@ _KINDS = {
         "give all ranks the same recipe, and the same adjust_amax_history_length",
     ),
 }
-
-
-def _directions(mine: Report, theirs: Report | None) -> str:
-    here = f"rank {mine.rank} is at {WHAT[mine.direction]}"
-    other = "another rank" if theirs is None else f"rank {theirs.rank}"
-    where = 1 - mine.direction if theirs is None else theirs.direction
-    return f"{here} of {_some(mine)}, {other} at {WHAT[where]}" + ("" if theirs is None else f" of {_some(theirs)}")
-
-
-def _abandoned(mine: Report, theirs: Report | None, least: float, most: float) -> str:
-    if theirs is None:
-        return f"exceptions have ended {mine.abandoned} regions on rank {mine.rank}, {least:.0f} to {most:.0f} on all"
-    return (
-        f"exceptions have ended {mine.abandoned} regions on rank {mine.rank}, {theirs.abandoned} on rank {theirs.rank}"
-    )
-
-
-def _unknown(mine: Report, least: float, most: float) -> str:
-    here = f"rank {mine.rank} ran {_some(mine)}"
-    if least != most:
-        return f"{here}; the ranks ran {least:.0f} to {most:.0f} modules"
-    return f"{here}; the others as many, but not the same, or in another order, or under another rule"
 
 
 def _modules(mine: Report, theirs: Report) -> tuple[str, str]:

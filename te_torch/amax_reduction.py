@@ -70,7 +70,14 @@ def reduce(states: list[Any], direction: int, key: tuple[int, ...]) -> None:
     if plans is None:
         if len(found) > _PLANS:
             found.clear()
-        plans = found[whole] = _plan(states, direction)
+        members: dict[tuple[Any, torch.device], list[Any]] = {}
+        for state in states:
+            if state.precision.history.reduce_amax and spans_ranks(state.group) and not state.scale_fwd.is_meta:
+                group = dist.group.WORLD if state.group is None else state.group
+                members.setdefault((group, state.scale_fwd.device), []).append(state)
+        # A plan for each group and device, in an order that is every rank's.
+        ordered = sorted(members, key=lambda m: (m[0].group_name, m[1].type, m[1].index or 0))
+        plans = found[whole] = [_ReductionPlan(m[0], members[m], direction) for m in ordered]
     for plan in plans:
         plan.run()
 
@@ -83,17 +90,6 @@ def abandoned(groups: Iterable[Any], precision: Precision) -> None:
     if precision.history is not None and precision.history.reduce_amax:
         for team in {of_group(dist.group.WORLD if g is None else g, _Team) for g in groups if spans_ranks(g)}:
             team.abandoned += 1
-
-
-def refuse_traced(precision: Precision) -> None:
-    """Raise for a region inside a compiled function whose update would have to communicate."""
-    if precision.history is not None and precision.history.reduce_amax and spans_ranks(None):
-        raise UnsupportedError(
-            "autocast",
-            "a region inside a compiled function, in a job of several processes, with reduce_amax=True",
-            "such a region around the compiled function, or DelayedScaling(reduce_amax=False)",
-            "move the region out of the compiled function",
-        )
 
 
 # ----------------------------------------------------------------------------------------------- the plan
@@ -141,17 +137,6 @@ class _Team:
             head = mark.host.tolist()
             self.marks[mark.device].append(mark)
             _judge(head, mine, None, self.reductions - number)
-
-
-def _plan(states: list[Any], direction: int) -> list[_ReductionPlan]:
-    """A plan for each group and device, in an order that is every rank's."""
-    members: dict[tuple[Any, torch.device], list[Any]] = {}
-    for state in states:
-        if state.precision.history.reduce_amax and spans_ranks(state.group) and not state.scale_fwd.is_meta:
-            group = dist.group.WORLD if state.group is None else state.group
-            members.setdefault((group, state.scale_fwd.device), []).append(state)
-    ordered = sorted(members, key=lambda m: (m[0].group_name, m[1].type, m[1].index or 0))
-    return [_ReductionPlan(group, members[group, device], direction) for group, device in ordered]
 
 
 def _looks_at_once(device: torch.device) -> bool:
@@ -230,8 +215,14 @@ class _ReductionPlan:
             if head != self.expected:
                 _judge(head, self.report, self.group)
             self._settle()
-        elif not capturing:
-            self._look_later()
+        elif not capturing:  # it is looked at later
+            free = team.marks.setdefault(self.device, [])
+            mark = free.pop() if free else _Mark(self.device)
+            mark.take(self.head)
+            try:
+                team.look_back()  # at those before: whether this one has arrived already is a matter of luck
+            finally:
+                team.waiting.append((mark, self.report, team.reductions))
         if self.fits:
             torch._foreach_copy_(self.rows, self.parts)
         else:  # all ranks agree, so all of them come here
@@ -252,16 +243,6 @@ class _ReductionPlan:
             self.at_once = False
             self.expected[-1] = 0.0
             self.all_rows[0].copy_(_placed(self.expected, self.device))
-
-    def _look_later(self) -> None:
-        team = self.team
-        free = team.marks.setdefault(self.device, [])
-        mark = free.pop() if free else _Mark(self.device)
-        mark.take(self.head)
-        try:
-            team.look_back()  # at those before: whether this one has arrived already is a matter of luck
-        finally:
-            team.waiting.append((mark, self.report, team.reductions))
 
 
 def _judge(head: list[float], mine: Report, group: Any, late: int = 0) -> None:

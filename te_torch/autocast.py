@@ -13,49 +13,37 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from te_core import device
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from te_core.spelling import ArgumentNameError, name_error
 from te_torch import amax_reduction, shape_runs, updates
 from te_torch import state as scaling
 from te_torch.availability import current_device
-from te_torch.deprecation import deprecated
 from te_torch.export.mode import exporting
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of, recipe_of
 from te_torch.reruns import Read, Running, called, in_backward, may_run_again
-from te_torch.runtime import constant_at_trace
+from te_torch.runtime import constant_at_trace, deprecated
 from te_torch.values import check_flags
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Region:
     """What a module has to know of the region that it runs in."""
 
-    __slots__ = ("calibrating", "group", "outer", "precision", "ran", "recipe", "recompute", "traced")
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        precision: int,
-        calibrating: bool,
-        ran: Ran | None,
-        recompute: bool,
-        traced: bool,
-        outer: Region | None,
-        group: Any = None,
-    ) -> None:
-        self.recipe = recipe
-        self.precision = precision  # by number; 0: high precision
-        self.calibrating = calibrating
-        self.ran = ran  # None: inside a compiler's trace in an eager region, which finds by itself what ran
-        self.recompute = recompute  # inside a backward pass: the forward of a checkpoint, run again
-        self.traced = traced  # inside a compiler's trace
-        self.outer = outer
-        self.group = group  # over which processes maxima are reduced; None: the default group
+    recipe: Recipe
+    precision: int  # by number; 0: high precision
+    calibrating: bool
+    ran: Ran | None  # None: inside a compiler's trace in an eager region, which finds by itself what ran
+    recompute: bool  # inside a backward pass: the forward of a checkpoint, run again
+    traced: bool  # inside a compiler's trace
+    outer: Region | None
+    group: Any = None  # over which processes maxima are reduced; None: the default group
 
 
 class Ran:
@@ -87,16 +75,21 @@ class _Active(threading.local):
 
 active = _Active()
 _suspensions = 0  # of all threads: a backward may run in another one
-
-
 _graph_task = torch._C._current_graph_task_id
 
 
 @constant_at_trace
 def _refuse_traced_reduction(number: int) -> None:
+    """Raise for a region inside a compiled function whose update would have to communicate."""
     precision = precision_of(number)
-    if precision is not None:
-        amax_reduction.refuse_traced(precision)
+    history = None if precision is None else precision.history
+    if history is not None and history.reduce_amax and amax_reduction.spans_ranks(None):
+        raise UnsupportedError(
+            "autocast",
+            "a region inside a compiled function, in a job of several processes, with reduce_amax=True",
+            "such a region around the compiled function, or DelayedScaling(reduce_amax=False)",
+            "move the region out of the compiled function",
+        )
 
 
 # ------------------------------------------------------------------------------------- which precision, now
@@ -272,8 +265,12 @@ class autocast:  # noqa: N801  the documented name
             return
         if active.region is region:  # nearly always; a call would let a KeyboardInterrupt in before
             active.region = region.outer
-        else:
-            _leave(region)
+        else:  # take it out of those that this thread is in
+            inner = active.region
+            while inner is not None and inner.outer is not region:
+                inner = inner.outer
+            if inner is not None:
+                inner.outer = region.outer
         self._region = None
         ran = region.ran
         if ran is None:
@@ -312,15 +309,6 @@ def suspended() -> Iterator[None]:
     finally:
         _suspensions -= 1
         active.suspended, active.region = before, region
-
-
-def _leave(region: Region) -> None:
-    """Take a region out of those that this thread is in; it is not the innermost."""
-    inner = active.region
-    while inner is not None and inner.outer is not region:
-        inner = inner.outer
-    if inner is not None:
-        inner.outer = region.outer
 
 
 #: The documented names of fp8_autocast's arguments, and what autocast calls them.

@@ -79,10 +79,15 @@ def check_recipe_support(recipe: Recipe) -> None:
     """Raise where the GPU cannot multiply what this recipe asks for, showing what it can do."""
     able, reason = recipe_support(recipe)
     if not able:
+        info, table = current_device(), "a CUDA device"
+        if info is not None:
+            from te_core.tools import doctor  # drags in what only a report needs
+
+            reason, table = f"{info.name}: {reason}", "\n" + "\n".join(doctor.table(info)) + "\n"
         raise UnsupportedError(
             type(recipe).__name__,
-            _here(reason),
-            _table(),
+            reason,
+            table,
             "choose a recipe of the table, ask for emulation (autocast(emulate=True)), or use CPU tensors",
         )
 
@@ -99,20 +104,6 @@ def recipe_support(recipe: Recipe) -> Answer:
         if not able:
             return able, reason
     return True, ""
-
-
-def _here(reason: str) -> str:
-    info = current_device()
-    return reason if info is None else f"{info.name}: {reason}"
-
-
-def _table() -> str:
-    info = current_device()
-    if info is None:
-        return "a CUDA device"
-    from te_core.tools import doctor  # drags in what only a report needs
-
-    return "\n" + "\n".join(doctor.table(info)) + "\n"
 
 
 # ------------------------------------------------------------------------ bool, or (bool, reason)

@@ -18,19 +18,14 @@ from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
 from te_core.tape.taped import Taped
 from te_torch.doors import door
 from te_torch.export.mode import exporting
-from te_torch.program_names import name_of_program
-from te_torch.program_specs import not_written, read, unknown, written
+from te_torch.program_names import name_of_program, not_written, read, unknown, written
 from te_torch.replays import Replayed
 from te_torch.runtime import constant_at_trace
 
 #: Layers by name, for programs of other processes. Of a family there is one for each number.
 _layers: dict[str, Layer] = {}
+named = _layers.get  # the layer of this name, if it is made already
 families: dict[str, Callable[[int], Layer]] = {}
-
-
-def named(name: str) -> Layer | None:
-    """The layer of this name, if it is made already."""
-    return _layers.get(name)
 
 
 class Slots(NamedTuple):
@@ -130,16 +125,13 @@ def register(
 ) -> Call:
     """The call of this spec; modules that do the same share one, unless inspectors tell them apart, or ranks that they
     are spread over."""
-    if comm is not None:
-        return Call(
-            layer, spec, needs_grad, {"comm": comm} | ({} if inspectors is None else {"inspectors": inspectors})
-        )
+    options = {name: value for name, value in (("comm", comm), ("inspectors", inspectors)) if value is not None}
+    if options:
+        return Call(layer, spec, needs_grad, options)
     identity = (layer.name, spec, needs_grad)
-    found = _by_spec.get(identity) if inspectors is None else None
+    found = _by_spec.get(identity)
     if found is None:
-        found = Call(layer, spec, needs_grad, {} if inspectors is None else {"inspectors": inspectors})
-        if inspectors is None:
-            _by_spec[identity] = found
+        found = _by_spec[identity] = Call(layer, spec, needs_grad, {})
     return found
 
 
@@ -166,13 +158,10 @@ def made_of_constants(make: Callable[..., Call]) -> Callable[..., Any]:
 
 
 def call_of(key: str) -> Call:
-    """The call of this name, in a program."""
+    """The call of this name, in a program; of one that another process exported, its name says all there is."""
     found = _of_programs.get(key)
-    return _read(key) if found is None else found
-
-
-def _read(key: str) -> Call:
-    """The call of a program that another process exported."""
+    if found is not None:
+        return found
     name, _, text = key.partition(" ")
     layer, (family, _, number) = _layers.get(name), name.rpartition("_")
     if layer is None and family in families and number.isdecimal():

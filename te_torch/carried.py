@@ -143,14 +143,14 @@ def opened(t: torch.Tensor, name: str, shapes_only: bool) -> QuantizedTensor:
     flat = t.view(-1).view(torch.uint8)
     data, end = flat[: rows * width].view(rows, width), rows * width
     scale = flat[end : end + _SCALE].view(torch.float32)
-    made = core_of(_form(name), (rows, width), Buffers(data, scale), shapes_only)
+    made = core_of(Format(dtypes.dtype(name)), (rows, width), Buffers(data, scale), shapes_only)
     made.owner = t
     return made
 
 
 def closed(q: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype, name: str, fake: bool) -> torch.Tensor:
     """A tensor of this shape and dtype in which a quantized matrix lies; `name` is the form that was agreed on."""
-    if q.format is not _form(name) or shape[-1] % 16:
+    if q.format is not Format(dtypes.dtype(name)) or shape[-1] % 16:
         raise UnsupportedError(
             "torch.compile",
             f"a quantized tensor {tuple(shape)} of {q.format.dtype.name} with scaling {q.format.scaling!r}",
@@ -193,7 +193,3 @@ _library.impl("values_of_carried", _values_op, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "te_runtime::values_of_carried", lambda t, form: torch.empty(t.shape, dtype=t.dtype, device=t.device), lib=_library
 )
-
-
-def _form(name: str) -> Format:
-    return Format(dtypes.dtype(name))

@@ -22,8 +22,7 @@ from te_torch.calls import Call
 from te_torch.draws import capturing
 from te_torch.forks import keep_in_checkpoints
 from te_torch.precisions import precision_of, recipe_of
-from te_torch.program_names import name_of_program
-from te_torch.program_specs import read, written
+from te_torch.program_names import name_of_program, read, written
 from te_torch.reruns import Read, called, forward_ad, in_backward
 from te_torch.runtime import constant_at_trace
 
@@ -66,7 +65,13 @@ def note_run(call: Call, views: Sequence[Any], scale_bwd: torch.Tensor | None, r
     if call.layer.weights:
         weight = views[call.layer.weights[0]]
         if isinstance(weight, Tensor):
-            _note(call, weight.owner)
+            address, storage = weight.owner.data_ptr(), weight.owner.untyped_storage()
+            found = _last_compiled.get(address)
+            if found is None or found.call is not call or found.weight.cdata != storage._cdata:
+                if len(_last_compiled) >= _MOST_WEIGHTS:
+                    _last_compiled.clear()
+                again = () if found is None else found.checkpointed
+                _last_compiled[address] = _Last(call, StorageWeakRef(storage), again)
             _check_recomputation(call, weight.owner)
 
 
@@ -79,15 +84,6 @@ class _Last(NamedTuple):
 
 _last_compiled: dict[int, _Last] = {}  # by a weight's address
 _MOST_WEIGHTS = 4096
-
-
-def _note(call: Call, weight: torch.Tensor) -> None:
-    address, storage = weight.data_ptr(), weight.untyped_storage()
-    found = _last_compiled.get(address)
-    if found is None or found.call is not call or found.weight.cdata != storage._cdata:
-        if len(_last_compiled) >= _MOST_WEIGHTS:
-            _last_compiled.clear()
-        _last_compiled[address] = _Last(call, StorageWeakRef(storage), () if found is None else found.checkpointed)
 
 
 def last_compiled(weight: torch.Tensor) -> Call | None:

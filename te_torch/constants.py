@@ -10,21 +10,10 @@ from te_torch.attention.layouts import QKV_LAYOUTS
 from te_torch.tensors.dtype import DType, TE_DType, TE_DType_To_Torch
 
 __all__ = [
-    "AttnBiasTypes",
-    "AttnMaskTypes",
-    "AttnTypes",
-    "DType",
-    "FP8BwdTensorIdx",
-    "FP8FwdTensorIdx",
-    "GemmParallelModes",
-    "LayerTypes",
-    "MXFP8_BLOCK_SCALING_SIZE",
-    "NVFP4_BLOCK_SCALING_SIZE",
-    "QKVLayouts",
-    "TE_DType",
-    "TE_DType_To_Torch",
+    "AttnBiasTypes", "AttnMaskTypes", "AttnTypes", "DType", "FP8BwdTensorIdx", "FP8FwdTensorIdx", "GemmParallelModes",
+    "LayerTypes", "MXFP8_BLOCK_SCALING_SIZE", "NVFP4_BLOCK_SCALING_SIZE", "QKVLayouts", "TE_DType", "TE_DType_To_Torch",
     "dist_group_type",
-]
+]  # fmt: skip
 
 AttnMaskTypes = _attention.MASKS
 AttnBiasTypes = _attention.BIASES

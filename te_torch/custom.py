@@ -46,33 +46,22 @@ def custom_precisions(module: Any, number: int) -> tuple[int, ...]:
     if any(h != history for h in histories):
         raise ValueError(f"{name_of(module)}: all DelayedScalingRequests of one module must have equal fields")
     made = []
-    for (x, w, dy, y, dx), _ in rules:
-        precision = replace(
-            base,
-            input=x,
-            weight=w,
-            grad=dy,
-            output=y,
-            grad_input=dx,
-            history=history,
-            factory=None,
-            fprop=Gemm(x is not None and x.scaling not in ("delayed", "current")),
-        )
+    for operands, _ in rules:
+        x = operands["input"]
+        fprop = Gemm(x is not None and x.scaling not in ("delayed", "current"))
+        precision = replace(base, **operands, history=history, factory=None, fprop=fprop)
         made.append(number_of_precision(the_one(precision), recipe))
     return tuple(made)
 
 
-def _rules(module: Any, base: Precision, gemm: int) -> tuple[list[Operand | None], list[History]]:
-    """(input, weight, grad of output, output, grad of input) of one GEMM, and the histories that requests ask for."""
-    found: list[Operand | None] = []
+def _rules(module: Any, base: Precision, gemm: int) -> tuple[dict[str, Any], list[History]]:
+    """The operands of one GEMM as fields of a precision, and the histories that requests ask for."""
+    found: dict[str, Operand | None] = dict.fromkeys(("input", "weight", "grad", "output", "grad_input"))
     histories: list[History] = []
-    for role, backward in zip(module.quantizer_roles(gemm), (False, False, True, False, True), strict=True):
-        if role is None:  # a boundary without a role: quantized outputs were not asked for
-            found.append(None)
-            continue
-        rule, asked = _rule(base.factory(role), role, backward)
-        found.append(rule)
-        histories += [] if asked is None else [asked]
+    for name, role in zip(found, module.quantizer_roles(gemm), strict=True):
+        if role is not None:  # else a boundary without a role: quantized outputs were not asked for
+            found[name], asked = _rule(base.factory(role), role, name.startswith("grad"))
+            histories += [] if asked is None else [asked]
     return found, histories
 
 

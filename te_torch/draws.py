@@ -44,18 +44,21 @@ class Repeated:
     def __init__(self, function: Callable[..., Any], others: Iterable[Any] = ()) -> None:
         self._function = function
         self._others = tuple(others)  # trackers that are not our own
-        self._drawn: Stand | _Kept | None = None
+        #: Of a capture the results of all operators that drew, in their order.
+        self._drawn: Stand | list[tuple[Any, Any]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: for the first time, or again."""
-        if self._drawn is not None:
-            with self._drawn.again():
-                return self._function(*args, **kwargs)
-        if not capturing():
+        if self._drawn is None and not capturing():
             self._drawn = Stand(_devices((*args, *kwargs.values())), self._others)
             return self._function(*args, **kwargs)
-        self._drawn = _Kept()
-        with self._drawn.first():
+        around: AbstractContextManager[Any]
+        if self._drawn is None:
+            self._drawn = []
+            around = _Keeping(self._drawn)
+        else:
+            around = self._drawn.again() if isinstance(self._drawn, Stand) else _Giving(iter(self._drawn))
+        with around:
             return self._function(*args, **kwargs)
 
 
@@ -131,21 +134,12 @@ def _mark(tracker: Any) -> Callable[[], None]:
     return restore
 
 
-class _Kept:
-    """The results of all operators that drew, in their order."""
-
-    def __init__(self) -> None:
-        self.results: list[tuple[Any, Any]] = []
-
-    def first(self) -> AbstractContextManager[Any]:
-        return _Keeping(self.results)
-
-    def again(self) -> AbstractContextManager[Any]:
-        return _Giving(iter(self.results))
-
-
 class _Drawing(TorchDispatchMode):
-    """Looks at the operators that draw."""
+    """Looks at the operators that draw, and keeps or gives their results."""
+
+    def __init__(self, results: Any) -> None:
+        super().__init__()
+        self.results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -158,10 +152,6 @@ class _Drawing(TorchDispatchMode):
 
 
 class _Keeping(_Drawing):
-    def __init__(self, results: list[tuple[Any, Any]]) -> None:
-        super().__init__()
-        self.results = results
-
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         written = _written(func, args, kwargs)
@@ -171,10 +161,6 @@ class _Keeping(_Drawing):
 
 
 class _Giving(_Drawing):
-    def __init__(self, results: Iterator[tuple[Any, Any]]) -> None:
-        super().__init__()
-        self.results = results
-
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         drew, kept = next(self.results, (None, ()))
         if drew is not func:

@@ -108,18 +108,14 @@ _library.define("draw_pair(Tensor fork, Device device) -> Tensor", tags=_tags)
 _library.define("draw_uniform(Tensor fork, SymInt[] shape, Device device) -> Tensor", tags=_tags)
 
 
-def _pair(fork: torch.Tensor, device: torch.device) -> torch.Tensor:
-    found: torch.Tensor = drawn_in(of_token(int(fork)), new_pair, device)
-    return found
-
-
-def _uniform(fork: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    found: torch.Tensor = drawn_in(of_token(int(fork)), uniform, (shape, device))
-    return found
-
-
-_library.impl("draw_pair", _pair, "CompositeExplicitAutograd")
-_library.impl("draw_uniform", _uniform, "CompositeExplicitAutograd")
+_library.impl(
+    "draw_pair", lambda fork, device: drawn_in(of_token(int(fork)), new_pair, device), "CompositeExplicitAutograd"
+)
+_library.impl(
+    "draw_uniform",
+    lambda fork, shape, device: drawn_in(of_token(int(fork)), uniform, (shape, device)),
+    "CompositeExplicitAutograd",
+)
 
 
 @torch.library.register_fake("te_runtime::draw_pair", lib=_library)
@@ -159,36 +155,29 @@ def keep_in_checkpoints(operator: Any) -> None:
     (Such a checkpoint is a mark on the nodes in torch 2.11, and two modes in 2.13.)
     """
     from torch._subclasses.functional_tensor import FunctionalTensorMode
-    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-
-    operator.py_impl(FunctionalTensorMode)(partial(_saved, operator))
-    operator.py_impl(_CachingTorchDispatchMode)(partial(_first, operator))
-    operator.py_impl(_CachedTorchDispatchMode)(partial(_again, operator))
-
-
-def _saved(operator: Any, mode: Any, *args: Any) -> Any:
-    """The operator on its way into a graph."""
     from torch.fx.traceback import current_meta
-    from torch.utils.checkpoint import CheckpointPolicy
+    from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-    before = current_meta.get("recompute")
-    current_meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    try:
-        return mode.__torch_dispatch__(operator, (), args, {})
-    finally:
-        if before is None:
-            del current_meta["recompute"]
-        else:
-            current_meta["recompute"] = before
+    @operator.py_impl(FunctionalTensorMode)
+    def on_its_way_into_a_graph(mode: Any, *args: Any) -> Any:
+        before = current_meta.get("recompute")
+        current_meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        try:
+            return mode.__torch_dispatch__(operator, (), args, {})
+        finally:
+            if before is None:
+                del current_meta["recompute"]
+            else:
+                current_meta["recompute"] = before
 
+    @operator.py_impl(_CachingTorchDispatchMode)
+    def first(mode: Any, *args: Any) -> Any:
+        found = operator(*args)
+        mode.storage.setdefault(operator, []).append(found)
+        return found
 
-def _first(operator: Any, mode: Any, *args: Any) -> Any:
-    found = operator(*args)
-    mode.storage.setdefault(operator, []).append(found)
-    return found
-
-
-def _again(operator: Any, mode: Any, *args: Any) -> Any:
-    kept = mode.storage[operator]
-    kept.append(kept.pop(0))  # for a second backward, too
-    return kept[-1]
+    @operator.py_impl(_CachedTorchDispatchMode)
+    def again(mode: Any, *args: Any) -> Any:
+        kept = mode.storage[operator]
+        kept.append(kept.pop(0))  # for a second backward, too
+        return kept[-1]

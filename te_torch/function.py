@@ -6,6 +6,7 @@ Eager calls the layer's forward and backward directly. A compiler sees two opaqu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,27 +50,17 @@ from te_torch.tensors.wrap import from_core
 from te_torch.weight_copies import Copies
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Extra:
     """What a call depends on besides its tensors: weights quantized before, where weight gradients go, group sizes."""
 
-    __slots__ = ("first_microbatch", "fused", "parameters", "queue", "ready", "splits")
-
-    def __init__(
-        self,
-        ready: Sequence[QuantizedTensor | None] | None,
-        fused: bool,
-        first_microbatch: bool | None,
-        queue: list[list[Any]] | None,
-        splits: Any = None,
-        parameters: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        self.ready = ready  # one for each weight
-        self.fused = fused  # weight gradients go into `main_grad` of their parameters
-        self.first_microbatch = first_microbatch  # then `main_grad` is overwritten, not added to
-        self.queue = queue  # one for each weight: its gradient is computed later, by backward_dw()
-        # Whose gradients these are: the weights, or, under torch.autocast, what they were converted from. One each.
-        self.parameters = parameters
-        self.splits = splits  # of a grouped layer: te_core.layers.grouped_linear.Groups
+    ready: Sequence[QuantizedTensor | None] | None  # one for each weight
+    fused: bool  # weight gradients go into `main_grad` of their parameters
+    first_microbatch: bool | None  # then `main_grad` is overwritten, not added to
+    queue: list[list[Any]] | None  # one for each weight: its gradient is computed later, by backward_dw()
+    splits: Any = None  # of a grouped layer: te_core.layers.grouped_linear.Groups
+    # Whose gradients these are: the weights, or, under torch.autocast, what they were converted from. One each.
+    parameters: Sequence[torch.Tensor] | None = None
 
     def options(self) -> dict[str, Any]:
         """Further keyword arguments of the layer's forward and backward."""
@@ -109,35 +100,30 @@ def apply(
         outputs = run_node(run, *inputs)
     else:
         if forward_ad._current_level >= 0:
-            _check_tangents(inputs)
+            # Without gradients to come a layer is no function of autograd's, which would refuse.
+            if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+                raise UnsupportedError(
+                    "forward-mode differentiation",
+                    "an input or a parameter with a tangent",
+                    "backward",
+                    "use torch.nn layers there",
+                )
         outputs = _run(run, inputs)[0]
     if noting.notes is not None:
         noting.notes.calls.append(Noted(call, inputs, outputs, state=state, extra=extra, again=recompute))
     return outputs
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Run:
     """One forward of a call, and its backward: what it depends on besides tensors."""
 
-    __slots__ = ("call", "caller", "extra", "found", "recompute", "state")
-
-    def __init__(
-        self, call: Call, state: Any, recompute: bool, extra: Extra | None, caller: int, found: Any = None
-    ) -> None:
-        self.call, self.state, self.recompute, self.extra = call, state, recompute, extra
-        self.caller = caller
-        self.found = found  # the runtime, the replay and what the replay takes, if they are known already
-
-
-def _check_tangents(inputs: Sequence[torch.Tensor | None]) -> None:
-    """Without gradients to come a layer is no function of autograd's, which would refuse."""
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
-        raise UnsupportedError(
-            "forward-mode differentiation",
-            "an input or a parameter with a tangent",
-            "backward",
-            "use torch.nn layers there",
-        )
+    call: Call
+    state: Any
+    recompute: bool
+    extra: Extra | None
+    caller: int
+    found: Any = None  # the runtime, the replay and what the replay takes, if they are known already
 
 
 def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:

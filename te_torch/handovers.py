@@ -32,22 +32,19 @@ def note(direction: int, state: Any, came: Iterable[Any], its: int, went: Any, c
     for t in came:
         memory: Any = getattr(t, "_memory", None)
         giver = None if memory is None else scaling.by_token(memory.giver[0])
-        if giver is not None and giver.scale_fwd.device == own.scale_fwd.device:
-            _join(giver, memory.giver[1], own, its, direction)
+        if giver is None or giver.scale_fwd.device != own.scale_fwd.device:
+            continue
+        # From now on the maxima of what goes from one state's layer to the other's are noted in both.
+        key = (direction, memory.giver[1], own.token, its)
+        if key not in giver.receivers:
+            begin_as(giver, memory.giver[1], own, its, direction)
+            for gone in [other for other in giver.receivers if scaling.by_token(other[2]) is None]:
+                del giver.receivers[gone]
+            giver.receivers[key] = None
+            own.receives = True
+            scaling.moves += 1
     if isinstance(went, QuantizedTorch):
         went._memory.giver = own.token, column
-
-
-def _join(giver: ScalingState, column: int, receiver: ScalingState, its: int, direction: int) -> None:
-    """From now on the maxima of what goes from one state's layer to the other's are noted in both."""
-    key = (direction, column, receiver.token, its)
-    if key not in giver.receivers:
-        begin_as(giver, column, receiver, its, direction)
-        for gone in [other for other in giver.receivers if scaling.by_token(other[2]) is None]:
-            del giver.receivers[gone]
-        giver.receivers[key] = None
-        receiver.receives = True
-        scaling.moves += 1
 
 
 def begin_as(giver: ScalingState, column: int, receiver: ScalingState, its: int, direction: int) -> None:

@@ -13,7 +13,9 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: bool = 
     lines = [tuple(headings), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, tuple("-" * width for width in widths))
-    return "\n".join(_line(cells, widths, right) for cells in lines)
+    rest = str.rjust if right else str.ljust
+    cells = [(line[0].ljust(widths[0]), *map(rest, line[1:], widths[1:])) for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in cells)
 
 
 #: In layers.3.proj, and in the weights of a GroupedLinear.
@@ -64,10 +66,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([n])
     return "{" + ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs) + "}"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], right: bool) -> str:
-    first, *rest = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-    if right:
-        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-    return "  ".join([first, *rest]).rstrip()

@@ -125,7 +125,8 @@ class _Living:
     def _label(self, module: Module) -> str:
         """The class; of a module of ours also the name, or the number among its like."""
         kind = type(module).__name__
-        if not _is_ours(module):
+        tops = {base.__module__.partition(".")[0] for base in type(module).__mro__}
+        if not tops & {"te_torch", "transformer_engine"}:  # the alias has its classes say the latter
             return kind
         if given := _given_name(module):
             return f"{kind} {given}"
@@ -143,11 +144,6 @@ _NUMBERED = re.compile(r"Layer_\d+")
 def _given_name(module: Module) -> str | None:
     name = module.__dict__.get("name")
     return name if isinstance(name, str) and not _NUMBERED.fullmatch(name) else None
-
-
-def _is_ours(module: Module) -> bool:
-    tops = [base.__module__.partition(".")[0] for base in type(module).__mro__]
-    return "te_torch" in tops or "transformer_engine" in tops  # as its alias has its classes say
 
 
 def _shape(module: Module) -> list[tuple[str, torch.Size]]:

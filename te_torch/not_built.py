@@ -183,22 +183,9 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 
 #: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.
 BEHIND_ALIAS = (
-    "cpu_offload",
-    "cpu_offload_v1",
-    "cross_entropy",
-    "distributed",
-    "float8_tensor",
-    "fp8",
-    "graph",
-    "jit",
-    "module",
-    "ops",
-    "permutation",
-    "quantization",
-    "quantized_tensor",
-    "router",
-    "tensor",
-)
+    "cpu_offload", "cpu_offload_v1", "cross_entropy", "distributed", "float8_tensor", "fp8", "graph", "jit", "module",
+    "ops", "permutation", "quantization", "quantized_tensor", "router", "tensor",
+)  # fmt: skip
 
 
 class NotBuiltError(UnsupportedError, AttributeError):

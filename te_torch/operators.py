@@ -23,7 +23,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch import handovers, updates
 from te_torch import state as scaling
-from te_torch.calls import Call, call_of, complete
+from te_torch.calls import call_of, complete
 from te_torch.carried import (
     Carried,
     apart,
@@ -40,7 +40,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps
 from te_torch.tensors.tracing import core_from_inner
-from te_torch.weight_copies import Copies, for_backward, given_of, held_in, made_of, parsed, ready_for
+from te_torch.weight_copies import Copies, for_backward, held_in, made_of, own_and_given, parsed, ready_for
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _library.define(
@@ -95,10 +95,15 @@ def _forward_op(
             given = tuple([_in_rows_of(first, t) for t in given])
     origins = None if fake else call.origins.get((key, copies, carried))
     if origins is None:
-        origins = call.origins[key, copies, carried] = _origins_of(views, (*[y.owner for y in outputs], *kept), saved)
+        known = {id(t.owner): i for i, t in enumerate(views) if t is not None}
+        known |= {id(t): -2 - i for i, t in enumerate((*[y.owner for y in outputs], *kept))}
+        origins = call.origins[key, copies, carried] = tuple(
+            [None if t is None else known.get(id(t.owner), -1) for t in saved]
+        )
     made = [to_torch(t) for t, origin in zip(saved, origins, strict=True) if origin == -1]
-    if carried and not fake:
-        made = _own_memory(made, inputs)
+    if carried and not fake:  # what an operator returns is in none of its inputs, where a carried one lies
+        taken = {t.untyped_storage()._cdata for t in inputs if t is not None}
+        made = [t.clone() if t.untyped_storage()._cdata in taken else t for t in made]
     results = [*given, *made, *kept]
     return results if maxima is None else [*results, to_torch(maxima)]
 
@@ -118,19 +123,6 @@ def _closed_output(out: QuantizedTensor, first: torch.Tensor, form: str, fake: b
 def _in_rows_of(first: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """What a layer made of a quantized tensor, which to the core is a matrix, with the leading dimensions of that."""
     return t.view(*first.shape[:-1], t.shape[1]) if t.ndim == 2 else t
-
-
-def _own_memory(made: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """What an operator returns is in none of its inputs, where a carried one lies."""
-    taken = {t.untyped_storage()._cdata for t in inputs if t is not None}
-    return [t.clone() if t.untyped_storage()._cdata in taken else t for t in made]
-
-
-def _origins_of(views: Sequence[Any], results: Sequence[torch.Tensor], saved: Sequence[Any]) -> tuple[int | None, ...]:
-    """Where each saved tensor comes from: an input, a result, or neither."""
-    given = {id(t.owner): i for i, t in enumerate(views) if t is not None}
-    given |= {id(t): -2 - i for i, t in enumerate(results)}
-    return tuple([None if t is None else given.get(id(t.owner), -1) for t in saved])
 
 
 def _backward_op(
@@ -155,7 +147,8 @@ def _backward_op(
     if copies:
         count = len(saved) - parsed(copies).tensors
         saved, blocks = saved[:count], saved[count:]
-    given = complete(call.layer, grads, saved) if grads[0] is not None else _completed(call, grads, saved, held)
+    # Only the shape of a weight is asked for, which may be held quantized.
+    given = complete(call.layer, grads, saved if grads[0] is not None else core_views(saved, held, to_core_shape))
     rt, convert = world(next(g for g in given if g is not None), fake)
     maxima = new_maxima(rt, scale)
     scales = None
@@ -175,7 +168,11 @@ def _backward_op(
     taken = {id(v.owner) for v in views if v is not None}
     if carried or any(type(t) is QuantizedTensor for t in results):
         results = _gradients_to_carry(rt, results, given[0], carried, fake)
-    made = _distinct([t for t in results if t is not None], taken)
+    made = []
+    for t in results:  # none may be an argument of the operator, or another result
+        if t is not None:
+            made.append(to_torch(t).clone() if id(t.owner) in taken else to_torch(t))
+            taken.add(id(t.owner))
     if grad_form and results[0] is not None:
         made[0] = _in_rows_of(given[0], made[0])
     return made if maxima is None else [*made, to_torch(maxima)]
@@ -193,15 +190,6 @@ def _gradients_to_carry(
             t = to_core_shape(made) if fake or made.is_meta else to_core(made)
         found.append(t)
     return found
-
-
-def _distinct(results: Sequence[Tensor], taken: set[int]) -> list[torch.Tensor]:
-    """Results as an operator may return them: none is an argument (whose id is in `taken`) or another result."""
-    made = []
-    for t in results:
-        made.append(to_torch(t).clone() if id(t.owner) in taken else to_torch(t))
-        taken.add(id(t.owner))
-    return made
 
 
 def world(t: torch.Tensor, fake: bool) -> tuple[Runtime, Callable[[torch.Tensor], Tensor]]:
@@ -290,27 +278,13 @@ def _backward_of_held(func: Any, grads: Any, saved: Sequence[Any], scale: Any, k
     return func(dense, flat, scale, key, held, *others[1:])
 
 
-def _completed(call: Call, grads: Sequence[Any], saved: Sequence[Any], held: str) -> list[Any]:
-    """`complete`, of a layer whose weight may be held quantized."""
-    return complete(call.layer, grads, core_views(saved, held, to_core_shape))
-
-
 @constant_at_trace
-def _origins(key: str, copies: str, carried: str) -> tuple[int | None, ...]:
-    """Where each saved tensor comes from."""
-    return call_of(apart(key)[0]).origins[key, copies, carried]
-
-
-@constant_at_trace
-def _reads_copies(key: str) -> bool:
-    """Whether backward reads quantized weights besides what is saved."""
+def _of_forward(key: str, copies: str, carried: str) -> tuple[tuple[int | None, ...], bool, int | None]:
+    """Where each saved tensor comes from, whether backward reads quantized weights besides what is saved, and how many
+    outputs are differentiable (None: all)."""
     call = call_of(apart(key)[0])
-    return call.layer.recomputes and call.spec.checkpoint
-
-
-@constant_at_trace
-def _differentiable(key: str) -> int | None:
-    return call_of(apart(key)[0]).layer.differentiable
+    reads = call.layer.recomputes and call.spec.checkpoint
+    return call.origins[key, copies, carried], reads, call.layer.differentiable
 
 
 @constant_at_trace
@@ -341,8 +315,10 @@ def apply_traced(
         outputs = list(_Traced.apply(key, "", text, carried, None, None, None, *inputs, *more, None))
     else:
         state, (scale, rule) = given.state, scale_to_read(given, recompute)
+        # The history that sees the maximum, too, of the one gradient that goes back quantized.
+        told = [t.giver[0].amax_history_bwd for t in givers if t.grad and t.giver[0] is not None] or [None]
         *outputs, maxima = _Traced.apply(
-            key, rule, text, carried, scale, state.scale_bwd, state.amax_history_bwd, *inputs, *more, _told(givers)
+            key, rule, text, carried, scale, state.scale_bwd, state.amax_history_bwd, *inputs, *more, told[0]
         )
         if not recompute:
             merge(state.amax_history_fwd, maxima)
@@ -353,14 +329,6 @@ def apply_traced(
         return tuple(outputs)
     copies.keep(outputs[len(outputs) - made :])
     return tuple(outputs[: len(outputs) - made])
-
-
-def _told(givers: Sequence[Carried]) -> torch.Tensor | None:
-    """The history that sees the maximum, too, of the one gradient that goes back quantized."""
-    for t in givers:
-        if t.grad and t.giver[0] is not None:
-            return t.giver[0].amax_history_bwd
-    return None
 
 
 @constant_at_trace
@@ -394,7 +362,7 @@ class _Traced(torch.autograd.Function):
         results = torch.ops.te_runtime.forward(
             dense, scale_fwd, scale_bwd if rule else None, key, rule, "", copies, carried
         )
-        origins = _origins(key, copies, carried)
+        origins, reads_copies, differentiable = _of_forward(key, copies, carried)
         made = [o for o in origins if o == -1]
         end = len(results) - (0 if scale_fwd is None else 1)
         last = end - made_of(copies)  # where copies that are kept begin
@@ -406,12 +374,11 @@ class _Traced(torch.autograd.Function):
         ctx.key, ctx.inputs, ctx.copies = key, len(inputs), ""
         ctx.outputs = len(outputs)
         ctx.carried, ctx.kept = carried, saved_carried(carried, origins) if carried else ""
-        if copies and _reads_copies(key):
+        if copies and reads_copies:
             ctx.copies = for_backward(copies)
-            saved += kept or given_of(copies, inputs)
+            saved += kept or own_and_given(copies, inputs)[1]
         ctx.save_for_backward(*saved, scale_bwd, history_bwd, told)
-        end_of_differentiable = _differentiable(key)
-        others = [] if end_of_differentiable is None else outputs[end_of_differentiable:]
+        others = [] if differentiable is None else outputs[differentiable:]
         if scale_fwd is None:
             ctx.mark_non_differentiable(*others, *kept)
             return tuple(own)

@@ -64,21 +64,29 @@ def _known(number: int) -> _Numbered:
 def number_of(recipe: Recipe, mode: int = PLAIN) -> int:
     """The number of what this recipe says now, in a region of this mode."""
     precision = resolve(recipe)
-    if mode:
-        precision = _in_mode(precision, mode)
-    return number_of_precision(precision, recipe)
+    found: Precision | None = precision.kept.get(mode) if mode else precision
+    if found is None:
+        if mode & CALIBRATE:
+            x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
+            changed = replace(precision, input=x, weight=w, grad=None, output=None, grad_input=None, attention=None)
+        else:
+            changed = replace(
+                precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT), check_finite=bool(mode & CHECK)
+            )
+        one = the_one(changed)  # not inside: it may run a user's code, under a lock of its own
+        with _numbering:
+            found = precision.kept.setdefault(mode, one)
+    return number_of_precision(found, recipe)
 
 
 def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
     """The number of a precision (one that `te_core.precision.the_one` gave)."""
     number: int | None = precision.kept.get(_NUMBER)
-    return _numbered(precision, recipe) if number is None else number
-
-
-def _numbered(precision: Precision, recipe: Recipe | None) -> int:
+    if number is not None:
+        return number
     kept = copy.copy(recipe)  # by rules of its own, so not inside
     with _numbering:
-        number: int | None = precision.kept.get(_NUMBER)
+        number = precision.kept.get(_NUMBER)
         if number is not None:  # of another thread's, meanwhile
             return number
         number, users = _next(precision), _has_functions(precision)
@@ -128,22 +136,6 @@ def _forget(number: int) -> None:
         if number in known.parts:
             del _by_number[other]
             known.precision.kept.pop(known.parts, None)  # type: ignore[union-attr]
-
-
-def _in_mode(precision: Precision, mode: int) -> Precision:
-    found: Precision | None = precision.kept.get(mode)
-    if found is None:
-        if mode & CALIBRATE:
-            x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
-            changed = replace(precision, input=x, weight=w, grad=None, output=None, grad_input=None, attention=None)
-        else:
-            changed = replace(
-                precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT), check_finite=bool(mode & CHECK)
-            )
-        one = the_one(changed)  # not inside: it may run a user's code, under a lock of its own
-        with _numbering:
-            found = precision.kept.setdefault(mode, one)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------- at trace time

@@ -17,17 +17,9 @@ from te_core.recipe import (
 from te_core.spelling import getter as _getter
 
 __all__ = [
-    "CustomRecipe",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "MMParams",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "QParams",
-    "Recipe",
-]
+    "CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MMParams",
+    "MXFP8BlockScaling", "NVFP4BlockScaling", "QParams", "Recipe",
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker would take every name for one of this module's
     __getattr__ = _getter(__name__)

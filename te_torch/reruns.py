@@ -41,16 +41,12 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
-def keeping_hook() -> Any:
-    """The hook by which a checkpoint of torch's keeps what is saved now; None outside of one."""
-    hooks = _top_hooks(True)
-    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
-
-
 def first_of_a_checkpoint() -> bool:
     """Whether this is the first run of a checkpoint that keeps by hooks: where it runs again they have another name."""
-    hook = keeping_hook()
-    return hook is not None and hook.__qualname__.startswith("_checkpoint_hook")
+    hooks = _top_hooks(True)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return False
+    return hooks[0].__qualname__.startswith("_checkpoint_hook")
 
 
 def may_run_again() -> bool:

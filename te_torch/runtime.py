@@ -80,6 +80,18 @@ def warn(text: str, category: type[Warning] = UserWarning, stacklevel: int = 2) 
     warnings.warn(text, category, stacklevel=stacklevel + 2)
 
 
+@constant_at_trace
+def deprecated(name: str, use: str, level: int = 1, goes: str = "", /) -> None:
+    """Warn the caller of `name`, a public name that goes: what to use in its place, and the version of te-runtime in
+    which it goes, one more minor version from now at least.
+
+    Without `goes` the name is an older one of Transformer Engine's and stays for the scripts that use it. `level` is 1
+    where the deprecated function itself warns, and one more for each function between.
+    """
+    end = f"; te-runtime {goes} will not have it" if goes else ""
+    warnings.warn(f"{name} is deprecated: use {use}{end}", DeprecationWarning, stacklevel=level + 3)
+
+
 def untraced(function: F, reason: str) -> F:
     """The function as traced code calls it: never traced. To be asked for at trace time (`constant_at_trace`): to
     import the compiler takes two seconds that others need not wait.

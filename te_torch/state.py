@@ -59,6 +59,7 @@ _tokens, _layouts = itertools.count(1), itertools.count(1)
 #: States that compiled code has run, in the order of running, which is every process's.
 watched: dict[int, None] = {}
 _by_token: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
+by_token = _by_token.get  # the living state of this number, or None
 _by_address: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()  # of `scale_bwd`
 moves = 0  # how often a state may have got other memory: plans of updates are of one such time
 
@@ -388,11 +389,6 @@ def make_states(modules: list[Any], device: torch.device, precision: Precision, 
 
 #: Whose histories are longer or shorter than the rule of the next update says, with the directions in which they are.
 to_resize: dict[int, tuple[int, ...]] = {}
-
-
-def by_token(token: int) -> ScalingState | None:
-    """The living state of this number."""
-    return _by_token.get(token)
 
 
 def of_tensor(scale_bwd: torch.Tensor) -> ScalingState | None:

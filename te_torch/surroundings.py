@@ -30,13 +30,3 @@ def check_surroundings() -> None:
     for key, (mode, instead) in _MODES.items():
         if torch._C._get_dispatch_mode(key) is not None:
             raise UnsupportedError("te_torch", f"a layer under {mode}", instead, f"call the layer outside of {mode}")
-
-
-def refuse_script_tracing(module: torch.nn.Module) -> None:
-    """Refuse torch.jit.trace, which would note what a layer gave once, and call it a constant."""
-    raise UnsupportedError(
-        "torch.jit.trace",
-        f"a {type(module).__name__}",
-        "torch.compile, torch.export, te.onnx_export",
-        "use one of these, or trace torch.nn layers",
-    )

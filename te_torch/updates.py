@@ -293,9 +293,5 @@ def this_pass() -> int:
             drop_oldest(_pending)
         begun: list[int] = []
         if _pending.setdefault(task, begun) is begun:  # autograd has a thread for each device
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: _pass_ended(task))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: update(_pending.pop(task, ()), BACKWARD))
     return task
-
-
-def _pass_ended(task: int) -> None:
-    update(_pending.pop(task, ()), BACKWARD)

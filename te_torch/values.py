@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from numbers import Real
 from operator import index
 from typing import Any
@@ -92,14 +91,6 @@ def splits_of(operation: str, m_splits: Any) -> list[int]:
     )
 
 
-def _parameters(cls: Any) -> tuple[str, ...] | None:
-    """The names of a constructor's arguments; None where it takes any."""
-    found: Sequence[inspect.Parameter] = list(inspect.signature(cls.__init__).parameters.values())
-    if any(p.kind is p.VAR_KEYWORD for p in found):
-        return None
-    return tuple(p.name for p in found if p.name != "self")
-
-
 class NamedOptions:
     """A class whose constructor says which option a misspelt one was meant to be."""
 
@@ -109,7 +100,10 @@ class NamedOptions:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._made = cls, _parameters(cls), super(NamedOptions, cls).__new__ is object.__new__
+        found = list(inspect.signature(cls.__init__).parameters.values())
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in found)
+        known = None if takes_any else tuple(p.name for p in found if p.name != "self")
+        cls._made = cls, known, super(NamedOptions, cls).__new__ is object.__new__
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
         """A new object, before it is initialised."""

@@ -172,7 +172,9 @@ def _kind(rules: Sequence[Precision | None], plain: Sequence[bool], grad: bool) 
     """(copies by these rules in words; by weight, whether its copy is also one along columns, None: it is not kept)."""
     columnwise = tuple(
         [
-            grad and rule.backward is None if given and rule is not None and _is_kept(rule) else None
+            grad and rule.backward is None
+            if given and rule is not None and rule.weight is not None and is_plain_rule(rule.weight)
+            else None  # a weight by this rule is not one quantized tensor
             for rule, given in zip(rules, plain, strict=True)
         ]
     )
@@ -208,11 +210,6 @@ def plan_at_trace(what: str, parts: tuple[int, ...], first: bool) -> str:
     return f"{'first' if first else 'later'} {what.partition(' of ')[2]} {' '.join(map(str, parts))}"
 
 
-def _is_kept(rule: Precision) -> bool:
-    """Whether a weight by this rule is one quantized tensor."""
-    return rule.weight is not None and is_plain_rule(rule.weight)
-
-
 @constant_at_trace
 def made_of(text: str) -> int:
     """How many tensors a forward of this plan makes of copies."""
@@ -226,17 +223,11 @@ def _behind(text: str) -> tuple[int, int]:
     return plan.tensors, sum(plan.parts)
 
 
-def own_inputs(text: str, inputs: Sequence[Any]) -> list[Any]:
-    """The layer's own inputs."""
-    count, parts = _behind(text)
-    return list(inputs[: len(inputs) - count - parts])
-
-
-def given_of(text: str, inputs: Sequence[Any]) -> list[Any]:
-    """The copies among the inputs."""
+def own_and_given(text: str, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The layer's own inputs, and the copies among the others."""
     count, parts = _behind(text)
     end = len(inputs) - parts
-    return list(inputs[end - count : end])
+    return list(inputs[: end - count]), list(inputs[end - count : end])
 
 
 @constant_at_trace

@@ -28,7 +28,7 @@ GROUND = (
     "described device recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols tokens"
 )
 TORCH_GROUND = (
-    "deprecation doors draws exchange export forks runtime quantized precisions program_names program_specs "
+    "doors draws exchange export forks runtime quantized precisions program_names "
     "module_names likeness module_paths listing noting offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (

@@ -1,7 +1,8 @@
 """Docstrings made complete: what each argument is stands once, in a text, and every signature that has it says so.
 
 A text has a line for each argument, `name: what it is`, and indented lines that go on. `Owner.name` (a class, a
-function, `Class.method` or a method of any class) is an argument of that one, which goes before the plain name.
+function, `Class.method` or a method of any class) is an argument of that one, which goes before the plain name. Several
+names before the colon are arguments of which the same is said.
 `describe` puts the arguments of a function, of a class's constructor and of its methods into their docstrings, in the
 order of the signature and with its defaults, as a section `Args:` of Google's style, which Sphinx (napoleon) and, where
 it imports the package, mkdocstrings read.
@@ -60,8 +61,8 @@ class Describer:
         self.common: dict[str, str] = {}
         self.of: dict[str, dict[str, str]] = {}  # what is said of one owner's arguments
         self.allowed = allowed
-        for key, about in [i for text in texts for i in (read(text) if isinstance(text, str) else text).items()]:
-            owner, _, name = key.rpartition(".")
+        found = [i for text in texts for i in (read(text) if isinstance(text, str) else text).items()]
+        for owner, _, name, about in [(*one.rpartition("."), about) for key, about in found for one in key.split(", ")]:
             (self.of.setdefault(owner, {}) if owner else self.common)[name] = about
 
     def describe(self, things: Iterable[Any]) -> None:

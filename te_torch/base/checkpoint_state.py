@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError
-from te_core.precision import Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.base.extra_state import read_extra_state, write_extra_state
@@ -48,7 +47,13 @@ def _adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, err
     `state_dict` is the copy that load_state_dict hands down, which the module's children are loaded from next. What is
     wrong with one of the four entries goes to `errors`, as torch's words of sizes do, and none of the four is taken.
     """
-    theirs = _take(module, state_dict, prefix)
+    theirs = state_dict.pop(prefix + _ENTRY, None)
+    for key in [key for key in state_dict if key.startswith(prefix) and key.endswith(_ENTRY)]:
+        below = key[len(prefix) :]
+        if module._modules.get(below.partition(".")[0]) is None:  # the peer's, of a part that ours does not have
+            taken = state_dict.pop(key)
+            if below == _INSIDE and theirs is None:
+                theirs = taken
     if "fp8_state" not in module._modules:
         return  # a module that runs no GEMM: its entry is empty
     keys = {name: f"{prefix}fp8_state.{name}" for name in NAMES}
@@ -79,7 +84,7 @@ def _adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, err
     if not any(lengths):
         return
     if module.fp8_state is None:
-        module.fp8_state = ScalingState(gemms, max(lengths), _device_of(module))
+        module.fp8_state = ScalingState(gemms, max(lengths), device_of(module))
     for direction, length in zip((FORWARD, BACKWARD), lengths, strict=True):
         if length:
             module.fp8_state.resize_history(length, direction, quiet=True)  # type: ignore[operator,union-attr]
@@ -139,18 +144,6 @@ def _start_from_weights(module: Any, state_dict: dict[str, Any], prefix: str, sc
             scales[at] = own_scale(values.detach(), rule.dtype.max, margin, scales[at])  # type: ignore[union-attr]
 
 
-def _take(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> Any:
-    """Remove the peer's entries of this module, and those of parts that ours does not have; its own is returned."""
-    own = state_dict.pop(prefix + _ENTRY, None)
-    for key in [key for key in state_dict if key.startswith(prefix) and key.endswith(_ENTRY)]:
-        below = key[len(prefix) :]
-        if module._modules.get(below.partition(".")[0]) is None:
-            taken = state_dict.pop(key)
-            if below == _INSIDE and own is None:
-                own = taken
-    return own
-
-
 def _has_parameters(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:
     """Whether a checkpoint is about this module (one without parameters has nothing else to tell by)."""
     names = [name for name, p in module._parameters.items() if p is not None]
@@ -191,7 +184,8 @@ def _rows(state_dict: dict[str, Any], key: str) -> int:
     return history.shape[0]
 
 
-def _device_of(module: torch.nn.Module) -> torch.device:
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where a module's state belongs."""
     return next((p.device for p in module.parameters()), default_device())
 
 
@@ -213,10 +207,11 @@ def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:
     for name, module in model.named_modules():
         if "fp8_state" not in module._modules:
             continue
-        precision = _precision_in(module, recipe)
+        own = module._of_custom(number_of(recipe)) if module.own_precision else 0
+        precision = precision_of(own) if module.own_precision else resolve(recipe)
         if precision is None or precision.history is None:
             continue
-        device = _device_of(module)
+        device = device_of(module)
         if device.type == "meta":
             raise ArgumentError(
                 "prepare_state",
@@ -230,11 +225,6 @@ def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:
         module.fp8_state.prepare(precision, recipe)
         module.fp8_state.in_use = True
     return made
-
-
-def _precision_in(module: Any, recipe: Recipe) -> Precision | None:
-    """What a recipe comes down to for a module."""
-    return precision_of(module._of_custom(number_of(recipe))) if module.own_precision else resolve(recipe)
 
 
 def plain_state_dict(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -263,8 +253,12 @@ def plain_state_dict(model: torch.nn.Module, dtype: torch.dtype | None = None) -
             raise ArgumentError(
                 "plain_state_dict", f"{name} of type {type(value).__name__}", "tensors", "remove the entry's module"
             )
-        wanted = None if "fp8_state" in name.split(".") else dtype
-        tensor = _plain(value, wanted)
+        wanted, tensor = None if "fp8_state" in name.split(".") else dtype, value.detach()
+        if type(tensor).dequantize is not torch.Tensor.dequantize:  # a class of quantized tensors
+            tensor = tensor.dequantize(dtype=wanted or tensor.dtype)  # type: ignore[call-arg]
+        elif wanted is not None and tensor.dtype in FLOATS:
+            tensor = tensor.to(wanted)
+        tensor = tensor.contiguous()
         place = (tensor.device, tensor.untyped_storage().data_ptr())
         if place in memory or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -273,13 +267,3 @@ def plain_state_dict(model: torch.nn.Module, dtype: torch.dtype | None = None) -
             memory.add(place)
         plain[name] = tensor
     return plain
-
-
-def _plain(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    value = value.detach()
-    if type(value).dequantize is not torch.Tensor.dequantize:  # a class of quantized tensors
-        quantized: Any = value
-        value = quantized.dequantize(dtype=dtype or value.dtype)
-    elif dtype is not None and value.dtype in FLOATS:
-        value = value.to(dtype)
-    return value.contiguous()

@@ -15,11 +15,12 @@ from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import DelayedScaling, Recipe
 from te_core.recipe_fields import documented
 from te_torch.autocast import active
+from te_torch.base.checkpoint_state import device_of
 from te_torch.base.quantized_init import point
 from te_torch.compiled_runs import last_compiled
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_TORCH, default_device
+from te_torch.runtime import TO_TORCH
 from te_torch.state import make_state
 from te_torch.tensors.wrap import quantizer_of
 
@@ -158,7 +159,7 @@ class Documented(torch.nn.Module):
             return None
         if rule.custom is not None:
             return rule.custom.quantizer
-        quantizer = quantizer_of(rule, self._place())
+        quantizer = quantizer_of(rule, device_of(self))
         if rule.scaling == "delayed" and state is not None:
             point(quantizer, state, way, index)
         return quantizer
@@ -169,10 +170,7 @@ class Documented(torch.nn.Module):
         number = 0 if region is None else region.precision
         rule = precision_of(number)
         if rule is not None and rule.history is not None:
-            make_state(self, self._place(), rule, recipe_of(number))
-
-    def _place(self) -> torch.device:
-        return next((p.device for p in self.parameters()), default_device())
+            make_state(self, device_of(self), rule, recipe_of(number))
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set an attribute that is no parameter, buffer or module, past torch's look at what it is."""

@@ -27,20 +27,13 @@ import torch
 from te_core.errors import ArgumentError
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import Recipe
-
-KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+from te_torch.state import NAMES as KEYS
 
 _RECIPES = "transformer_engine.common.recipe"
 _RECIPE_CLASSES = frozenset(
-    {
-        "CustomRecipe",
-        "DelayedScaling",
-        "Float8BlockScaling",
-        "Float8CurrentScaling",
-        "MXFP8BlockScaling",
-        "NVFP4BlockScaling",
-    }
-)
+    ("CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling",
+     "NVFP4BlockScaling")
+)  # fmt: skip
 _MARKS = {
     (module, name)
     for module in (_RECIPES, "te_core.recipe")
@@ -112,7 +105,13 @@ def read_extra_state(entry: Any, key: str = "_extra_state") -> dict[str, torch.T
     cause: Exception | None = None
     try:
         data = _bytes_of(entry)
-        return _tensors(_read_any(data)) if data else None
+        if not data:
+            return None
+        if data.startswith(b"PK\x03\x04"):
+            return _tensors(_read_zip(data))
+        if data.startswith(_LEGACY_START):
+            return _tensors(_read_legacy(data))
+        return _tensors({} if _without_state(data) else _Reader(io.BytesIO(data), inside=len(data)).read())
     except _RefusedError as error:
         reason = str(error)
     except Exception as error:  # whatever malformed input comes to inside pickletools and zipfile
@@ -141,14 +140,6 @@ def _bytes_of(entry: Any) -> bytes:
             return entry.detach().cpu().contiguous().numpy().tobytes()
         raise _RefusedError(f"a tensor of {entry.dtype} and shape {tuple(entry.shape)}")
     raise _RefusedError(f"an object of type {type(entry).__name__}")
-
-
-def _read_any(data: bytes) -> Any:
-    if data.startswith(b"PK\x03\x04"):
-        return _read_zip(data)
-    if data.startswith(_LEGACY_START):
-        return _read_legacy(data)
-    return {} if _without_state(data) else _Reader(io.BytesIO(data), inside=len(data)).read()
 
 
 def _without_state(data: bytes) -> bool:
@@ -207,13 +198,9 @@ def _read_legacy(data: bytes) -> Any:
         start, stop = file.tell(), file.tell() + storage.nbytes
         if stop > len(data):
             raise _RefusedError("a file that ends inside a storage")
-        storage.content = partial(_slice, data, start, stop)
+        storage._read = memoryview(data)[start:stop]
         file.seek(stop)
     return read
-
-
-def _slice(data: bytes, start: int, stop: int) -> memoryview:
-    return memoryview(data)[start:stop]
 
 
 def _tensors(state: Any) -> dict[str, torch.Tensor] | None:
@@ -342,17 +329,8 @@ class _Reader:
         del self.stack[start:]
         return taken
 
-    def _mark(self, _: None) -> None:
-        self.marks.append(len(self.stack))
-
-    def _new(self, kind: type) -> None:
-        self.stack.append(kind())
-
     def _memoize(self, index: int | None) -> None:
         self.memo[len(self.memo) if index is None else index] = self.stack[-1]
-
-    def _get(self, index: int) -> None:
-        self.stack.append(self.memo[index])
 
     def _tuple(self, count: int | None) -> None:
         items = self._pop_to_mark() if count is None else [self._pop() for _ in range(count)][::-1]
@@ -423,30 +401,19 @@ class _Reader:
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _LITERALS = frozenset(
-    {
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "BINFLOAT",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "SHORT_BINBYTES",
-        "BINBYTES",
-        "BINBYTES8",
-    }
-)
+    ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+     "SHORT_BINBYTES", "BINBYTES", "BINBYTES8")
+)  # fmt: skip
 _INSTRUCTIONS: dict[str, Callable[[_Reader, Any], None]] = {
-    "MARK": _Reader._mark,
+    "MARK": lambda reader, _: reader.marks.append(len(reader.stack)),
     "MEMOIZE": _Reader._memoize,
     "BINPUT": _Reader._memoize,
     "LONG_BINPUT": _Reader._memoize,
-    "BINGET": _Reader._get,
-    "LONG_BINGET": _Reader._get,
-    "EMPTY_TUPLE": lambda reader, _: reader._new(tuple),
-    "EMPTY_LIST": lambda reader, _: reader._new(list),
-    "EMPTY_DICT": lambda reader, _: reader._new(dict),
+    "BINGET": lambda reader, index: reader.stack.append(reader.memo[index]),
+    "LONG_BINGET": lambda reader, index: reader.stack.append(reader.memo[index]),
+    "EMPTY_TUPLE": lambda reader, _: reader.stack.append(()),
+    "EMPTY_LIST": lambda reader, _: reader.stack.append([]),
+    "EMPTY_DICT": lambda reader, _: reader.stack.append({}),
     "TUPLE": lambda reader, _: reader._tuple(None),
     "TUPLE1": lambda reader, _: reader._tuple(1),
     "TUPLE2": lambda reader, _: reader._tuple(2),

@@ -29,15 +29,12 @@ def those_there_are(folders: Any) -> Any:
         return folders
     for folder in folders:
         if not os.path.exists(folder):
-            _warn(f"feature_dirs: {folder} does not exist: its features are left out")
+            from nvdlfw_inspect.logging import get_logger
+
+            text = f"feature_dirs: {folder} does not exist: its features are left out"
+            get_logger().log_message(text, level=logging.WARNING)
+            warnings.warn(text, stacklevel=5)
     return [folder for folder in folders if os.path.exists(folder)]
-
-
-def _warn(text: str) -> None:
-    from nvdlfw_inspect.logging import get_logger
-
-    get_logger().log_message(text, level=logging.WARNING)
-    warnings.warn(text, stacklevel=6)
 
 
 def adapt(module: ModuleType) -> None:

@@ -169,8 +169,12 @@ class _Values:
             before = self.memory.get(_where(t)) if t.is_contiguous() else None
             if before is None or not before.is_contiguous() or not _is_view(t, before):
                 return None, None
-            shapes = _shapes(tuple(before.shape), tuple(t.shape))
-            return self.names[id(before)], shapes if shapes[0] != shapes[1] else None
+            of, to = tuple(before.shape), tuple(t.shape)
+            if of == to:
+                return self.names[id(before)], None
+            # What is another one in the two shapes, behind the dimensions in front that both have.
+            same = next((i for i, (a, b) in enumerate(zip(of, to, strict=False)) if a != b), min(len(of), len(to)))
+            return self.names[id(before)], (of[same:], to[same:])
         if isinstance(source, Of):
             known = source.unit._parameters.keys() | source.unit._buffers.keys()
             if not known.issuperset(source.names):  # a hook computes what stands in a parameter's place
@@ -190,12 +194,6 @@ def _is_view(t: torch.Tensor, of: torch.Tensor) -> bool:
     return node is not None and "View" in node.name() and node.next_functions[0][0] is of.grad_fn
 
 
-def _shapes(of: tuple[int, ...], to: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What is another one in two shapes, behind the dimensions in front that both have."""
-    same = next((i for i, (a, b) in enumerate(zip(of, to, strict=False)) if a != b), min(len(of), len(to)))
-    return of[same:], to[same:]
-
-
 def parts_of(module: Any) -> list[Any] | None:
     """The module's parts, itself left out; None if one of them is not as our own class was made."""
     found = [module]
@@ -213,18 +211,10 @@ def parts_of(module: Any) -> list[Any] | None:
 
 # ------------------------------------------------------------------------------------------------------ the plan
 
-_version_of, _inspector_of, _calls_of = (
-    attrgetter("_version"),
-    attrgetter("inspector"),
-    attrgetter("forward", "__call__"),
-)
-_GLOBAL_HOOKS = (
-    hooks._global_forward_hooks,
-    hooks._global_forward_pre_hooks,
-    hooks._global_backward_hooks,
-    hooks._global_backward_pre_hooks,
-)
+_version_of, _inspector_of = attrgetter("_version"), attrgetter("inspector")
+_calls_of = attrgetter("forward", "__call__")
 _OF_PARTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(hooks, f"_global{name}") for name in _OF_PARTS]
 #: Gradients of one node arrive together. Of more bytes than these, the peak would rise where gradients are there before
 #: them, or where a hook uses up each as it arrives.
 _SMALL = 32 << 20
@@ -284,9 +274,7 @@ class GraphPlan(Plan):
         state = prepared.state
         if state is None:
             return None
-        return tuple(
-            (part, s and s.precision) for part, s in zip([n.unit for n in prepared.noted], state.each, strict=True)
-        )
+        return tuple((n.unit, s and s.precision) for n, s in zip(prepared.noted, state.each, strict=True))
 
     def run(self, unit: Any, inputs: Sequence[Any], options: tuple[Any, ...], now: Now) -> tuple[Any, ...] | None:
         """As any plan, if nothing of the parts has changed and nothing asks for them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from te_torch.precisions import (
 )
 from te_torch.runtime import amp_cast, amp_dtype, constant_at_trace, default_device, drawn, warn
 from te_torch.state import BACKWARD, FORWARD, ScalingState, make_state, make_states
-from te_torch.surroundings import check_surroundings, refuse_script_tracing
+from te_torch.surroundings import check_surroundings
 from te_torch.tensors import QuantizerRole
 from te_torch.utils import get_default_init_method
 from te_torch.values import is_size
@@ -119,8 +120,13 @@ class CallingModule(Unit):
 
     def _slow_forward(self, *args: Any, **options: Any) -> Any:
         """What torch calls in the place of forward while TorchScript traces."""
-        if not exporting.on:
-            refuse_script_tracing(self)
+        if not exporting.on:  # torch.jit.trace would note what a layer gave once, and call it a constant
+            raise UnsupportedError(
+                "torch.jit.trace",
+                f"a {type(self).__name__}",
+                "torch.compile, torch.export, te.onnx_export",
+                "use one of these, or trace torch.nn layers",
+            )
         return super()._slow_forward(*args, **options)
 
     def _new_call(self, *key: Any) -> Call:
@@ -240,14 +246,18 @@ class BaseModule(TensorParallel, CallingModule):
         if parameter.device.type != "meta":
             self._initialise(name)
 
+    def _add_bias(self, name: str, rows: int, there: bool, **placement: Any) -> None:
+        """Register a bias of zeros. As documented, without one the attribute is an empty tensor and no parameter."""
+        if there:
+            self._add_parameter(name, (rows,), torch.nn.init.zeros_, **placement)
+        else:
+            setattr(self, name, torch.empty(0, **placement))
+
     def _initialise(self, name: str) -> None:
         parameter = self._parameters[name]
-        with torch.no_grad():
-            if self._fork is not None and parameter is not None and parameter.ndim == 2:
-                with self._fork():
-                    drawn(self._initialisers[name], parameter)
-            else:
-                drawn(self._initialisers[name], parameter)
+        fork = self._fork if parameter is not None and parameter.ndim == 2 else None
+        with torch.no_grad(), nullcontext() if fork is None else fork():
+            drawn(self._initialisers[name], parameter)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise all parameters anew; those on the meta device get memory on the default device."""
@@ -354,18 +364,12 @@ class BaseModule(TensorParallel, CallingModule):
 
     def quantizer_roles(self, gemm: int) -> tuple[Any, ...]:
         """The roles of a GEMM's input, weight, output gradient, output and input gradient, for a custom recipe."""
-        name = self.name if self.gemms == 1 else f"{self.name}.{self._gemm_name(gemm)}"
+        name = self.name
+        if self.gemms > 1:
+            name += f".{self._weight_names()[gemm].removesuffix('_weight')}"
         inp, weight, grad = (QuantizerRole(self.module_type, t, name) for t in ("input", "weight", "grad_output"))
-        return (
-            inp,
-            weight,
-            grad,
-            self.output_quantizer_role if gemm == self.gemms - 1 else None,
-            self.grad_input_quantizer_role if gemm == 0 else None,
-        )
-
-    def _gemm_name(self, gemm: int) -> str:
-        return self._weight_names()[gemm].removesuffix("_weight")
+        out = self.output_quantizer_role if gemm == self.gemms - 1 else None
+        return inp, weight, grad, out, self.grad_input_quantizer_role if gemm == 0 else None
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[Any]:
         """The roles in the documented order of slots: three a GEMM forward, two backward."""
@@ -494,11 +498,8 @@ class BaseModule(TensorParallel, CallingModule):
     def _weight(self, name: str, dtype: torch.dtype, precision: int, gemm: int = 0) -> torch.Tensor:
         """A GEMM weight in the compute dtype; one that is only read quantized, in the parameter's own."""
         weight = self._tensor(name)
-        return weight if weight.dtype == dtype else self._converted(name, weight, dtype, precision, gemm)
-
-    def _converted(
-        self, name: str, weight: torch.Tensor, dtype: torch.dtype, precision: int, gemm: int
-    ) -> torch.Tensor:
+        if weight.dtype == dtype:
+            return weight
         self._require_autocast(name, weight, dtype)
         return weight if reads_quantized(precision, gemm) else weight.to(dtype)
 

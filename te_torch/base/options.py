@@ -35,10 +35,6 @@ def _sizes(value: Any) -> bool:
     return is_size(value) or (isinstance(value, Sequence) and len(value) > 0 and all(map(is_size, value)))
 
 
-def _row(value: Any) -> bool:
-    return _sizes(value) and math.prod([value] if is_size(value) else value) <= MAX_ROW
-
-
 def _dtype(value: Any) -> bool:
     dtype = torch.get_default_dtype() if value is None else value
     return isinstance(dtype, torch.dtype) and dtype in FLOATS
@@ -144,7 +140,12 @@ _RULES: dict[str, _Rule] = {
 _OF: dict[tuple[str, str], _Rule] = {
     **dict.fromkeys(
         [(norm, name) for norm in NORMS for name in ("normalized_shape", "hidden_size")],
-        _or_none(_Rule(_row, f"an integer >= 1 or several, with at most {MAX_ROW} elements a row")),
+        _or_none(
+            _Rule(
+                lambda value: _sizes(value) and math.prod([value] if is_size(value) else value) <= MAX_ROW,
+                f"an integer >= 1 or several, with at most {MAX_ROW} elements a row",
+            )
+        ),
     ),
     **dict.fromkeys(
         [("LayerNormLinear", "in_features"), ("LayerNormMLP", "hidden_size")],
@@ -194,17 +195,7 @@ def window_of(operation: str, value: Any, name: str = "window_size") -> tuple[in
 def check_options(operation: str, options: Mapping[str, Any]) -> None:
     """The same, and refuse a `parallel_mode` or a `symmetric_ar_type` that is not known."""
     check_values(operation, options)
-    check_ways(operation, options)
-
-
-def check_ways(operation: str, options: Mapping[str, Any]) -> None:
-    """Refuse a `parallel_mode` or a `symmetric_ar_type` that is not known."""
     mode = options.get("parallel_mode")
     if mode is not None and str(mode).lower() not in ("column", "row"):
         raise choice_error(operation, "parallel_mode", mode, (None, "column", "row"))
     check_way(operation, options.get("symmetric_ar_type"))
-
-
-def mode_of(parallel_mode: str | None) -> str | None:
-    """The mode as documented, in lower case."""
-    return None if parallel_mode is None else str(parallel_mode).lower()

@@ -14,7 +14,6 @@ from te_core.layers.parallel import Split
 from te_core.precision import Precision
 from te_torch.autocast import active
 from te_torch.base.documented import Documented
-from te_torch.base.options import mode_of
 from te_torch.base.sharding import MarkedModule
 from te_torch.doors import never_traced
 from te_torch.parallel.communicator import GroupCommunicator
@@ -72,11 +71,18 @@ class TensorParallel(Documented, MarkedModule):
 
     def _local(self, name: str, size: int) -> int:
         """This rank's part of a size."""
-        return local(type(self).__name__, name, size, self.tp_size)
+        if size % self.tp_size:
+            raise ArgumentError(
+                type(self).__name__,
+                f"{name}={size} over {self.tp_size} ranks",
+                f"a {name} that tp_size divides",
+                f"correct {name}",
+            )
+        return size // self.tp_size
 
     def _take_shape(self, in_features: int, out_features: int, parallel_mode: str | None) -> None:
         """The sizes of this rank's part of a weight."""
-        self.parallel_mode = mode = mode_of(parallel_mode)
+        self.parallel_mode = mode = None if parallel_mode is None else str(parallel_mode).lower()
         self.in_features, self.out_features = in_features, out_features
         if self.tp_size > 1 and mode == "row":
             self.in_features = self._local("in_features", in_features)
@@ -168,12 +174,12 @@ def compare_options(module: torch.nn.Module, options: Mapping[str, Any]) -> None
     first = next((m for m in module.modules() if isinstance(m, TensorParallel) and m.parallel_mode), None)
     if first is not None:
         kind = type(module).__name__
-        own = {f"{kind} {name}": _words(value) for name, value in options.items() if name not in _OWN}
+        own = {
+            f"{kind} {name}": str(value) if isinstance(value, torch.dtype) else words(value)
+            for name, value in options.items()
+            if name not in _OWN
+        }
         first._around = {**own, **first._around}
-
-
-def _words(value: Any) -> str:
-    return str(value) if isinstance(value, torch.dtype) else words(value)
 
 
 def size_of(operation: str, tp_size: int | None, tp_group: Any) -> int:
@@ -189,9 +195,7 @@ def size_of(operation: str, tp_size: int | None, tp_group: Any) -> int:
             "a group of an initialised process",
             "call torch.distributed.init_process_group first",
         )
-    if given != 1:
-        check_group(operation, tp_group, given)
-    elif dist.get_rank(tp_group) < 0:
+    if given != 1 or dist.get_rank(tp_group) < 0:
         check_group(operation, tp_group, given)
     return dist.get_world_size(tp_group)
 
@@ -214,15 +218,6 @@ def check_group(operation: str, tp_group: Any, size: int) -> None:
             "a group of tp_size ranks: the weights have been cut into so many parts",
             "correct tp_size, or the group",
         )
-
-
-def local(operation: str, name: str, size: int, ranks: int) -> int:
-    """A rank's part of a size."""
-    if size % ranks:
-        raise ArgumentError(
-            operation, f"{name}={size} over {ranks} ranks", f"a {name} that tp_size divides", f"correct {name}"
-        )
-    return size // ranks
 
 
 def eagerly(module: Any, *args: Any) -> Any:

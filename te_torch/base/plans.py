@@ -66,30 +66,10 @@ class Plan:
     """A call that was prepared once."""
 
     __slots__ = (
-        "_amp",
-        "_amp_on",
-        "_casts",
-        "_dicts",
-        "_drawn",
-        "_dtypes",
-        "_joins",
-        "_names",
-        "_number",
-        "_options",
-        "_order",
-        "_parts_ask",
-        "_recompute",
-        "_rule",
-        "_samples",
-        "_shapes",
-        "_sources",
-        "_units",
-        "_version",
-        "_wanted",
-        "_weights",
-        "call",
-        "last",
-    )
+        "_amp", "_amp_on", "_casts", "_dicts", "_drawn", "_dtypes", "_joins", "_names", "_number", "_options", "_order",
+        "_parts_ask", "_recompute", "_rule", "_samples", "_shapes", "_sources", "_units", "_version", "_wanted",
+        "_weights", "call", "last",
+    )  # fmt: skip
 
     def __init__(
         self, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError
-from te_core.precision import Operand, Precision
+from te_core.precision import Precision
 from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
 from te_torch.custom import custom_precisions
-from te_torch.deprecation import deprecated
 from te_torch.module_names import name_of, warn_once
 from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import deprecated
 from te_torch.state import make_state
 from te_torch.tensors.sharding import Sharded
 from te_torch.tensors.wrap import quantizer_of
@@ -108,9 +108,23 @@ def quantize_parameter(module: Any, name: str, gemm: int, how: tuple[Recipe, boo
     rule = precision.weight
     if rule is None:
         return False
-    trains = torch.is_grad_enabled()
+    # One copy is enough where the other can be made of it whenever backward wants it.
+    derivable = rule.format.scaling == "tensor" or (rule.format.scaling == "block" and rule.tiled)
+    trains, delayed = torch.is_grad_enabled(), rule.scaling == "delayed"
     with torch.no_grad():
-        quantized = _quantize(module, weight, rule, precision, recipe, gemm, trains)
+        quantizer = quantizer_of(rule, device=weight.device)
+        quantizer.set_usage(rowwise=True, columnwise=trains and not derivable)
+        sharded = Sharded.of(weight)  # fully_shard came before the weights had memory
+        values = weight.detach() if sharded is None else sharded.local
+        if delayed:
+            state = make_state(module, weight.device, precision, recipe)
+            state.begins = 0 if precision.history is None else precision.history.margin
+            point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
+            if note_own_maxima not in module._load_state_dict_post_hooks.values():
+                module.register_load_state_dict_post_hook(note_own_maxima)
+        quantized: Any = quantizer(values) if sharded is None else sharded.quantized(quantizer, module)
+        if delayed:
+            getattr(quantized, "_local_tensor", quantized)._memory.state = state
     parameter = torch.nn.Parameter(quantized, weight.requires_grad)
     carry_over(weight.__dict__, parameter)
     module._held = (*module._held, f"{gemm} {rule.scaling} {rule.format}")
@@ -118,28 +132,6 @@ def quantize_parameter(module: Any, name: str, gemm: int, how: tuple[Recipe, boo
         _preserve(parameter, weight.detach().cpu())
     module._parameters[name] = parameter
     return True
-
-
-def _quantize(
-    module: Any, weight: torch.Tensor, rule: Operand, precision: Precision, recipe: Recipe, gemm: int, trains: bool
-) -> torch.Tensor:
-    quantizer = quantizer_of(rule, device=weight.device)
-    # One copy is enough where the other can be made of it whenever backward wants it.
-    derivable = rule.format.scaling == "tensor" or (rule.format.scaling == "block" and rule.tiled)
-    quantizer.set_usage(rowwise=True, columnwise=trains and not derivable)
-    sharded = Sharded.of(weight)  # fully_shard came before the weights had memory
-    values = weight.detach() if sharded is None else sharded.local
-    if rule.scaling == "delayed":
-        state = make_state(module, weight.device, precision, recipe)
-        state.begins = 0 if precision.history is None else precision.history.margin
-        point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
-        if note_own_maxima not in module._load_state_dict_post_hooks.values():
-            module.register_load_state_dict_post_hook(note_own_maxima)
-    result: Any = quantizer(values) if sharded is None else sharded.quantized(quantizer, module)
-    if rule.scaling == "delayed":
-        getattr(result, "_local_tensor", result)._memory.state = state
-    made: torch.Tensor = result
-    return made
 
 
 def note_own_maxima(module: Any, _keys: Any = None) -> None:

@@ -9,7 +9,6 @@ is reduced. What DDP sends as it is constructed it still sends: so ranks begin a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,12 +28,9 @@ def _taken(wrapper: torch.nn.Module, name: str, module: Any) -> None:
         m.__dict__["_replicated"] = True
     if keeping:
         wrapper.__dict__["_assign_modules_buffers"] = Assigning(wrapper)
-        _check_fused(keeping, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
-def _check_fused(modules: dict[str, Any], ignored: Collection[str]) -> None:
-    """Warn, once: DDP reduces `grad`, and waits for that of every parameter that it was not told to ignore."""
-    for prefix, m in modules.items():
+    # Warn, once: DDP reduces `grad`, and waits for that of every parameter that it was not told to ignore.
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    for prefix, m in keeping.items():
         weights = {f"{prefix}.{name}".lstrip("."): getattr(m, name) for name in m._weight_names()}
         if m.fuse_wgrad_accumulation and any(p.requires_grad and n not in ignored for n, p in weights.items()):
             warn_once(

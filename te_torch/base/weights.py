@@ -6,6 +6,7 @@ Without `is_first_microbatch`, `fuse_wgrad_accumulation` and `delay_wgrad_comput
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,18 +25,15 @@ from te_torch.surroundings import check_surroundings
 from te_torch.values import check_flags
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class CachedWeight:
     """A weight quantized for several microbatches, and of which contents of which memory it is the copy."""
 
-    __slots__ = ("dtype", "key", "product", "storages", "value")
-
-    def __init__(
-        self, key: tuple[Any, ...], storages: list[Any], product: Product, dtype: torch.dtype, value: QuantizedTensor
-    ) -> None:
-        self.key = key
-        self.storages = storages  # held, so that no other tensor gets their address
-        self.product, self.dtype = product, dtype  # by which it is quantized, and what
-        self.value = value
+    key: tuple[Any, ...]
+    storages: list[Any]  # held, so that no other tensor gets their address
+    product: Product  # by which it is quantized
+    dtype: torch.dtype  # of what is quantized
+    value: QuantizedTensor
 
     def fits(self, key: tuple[Any, ...], columnwise: bool) -> bool:
         """Whether weights of this key are what was quantized, and every copy is there that will be read."""

@@ -16,7 +16,7 @@ import te_core
 from te_core import naming
 from te_torch import not_built
 from te_torch.compat.contents import CONTENTS, DEFINED, DEPRECATED, PACKAGES, ROOT, VERSION
-from te_torch.deprecation import deprecated
+from te_torch.runtime import deprecated
 
 FOLDER = Path(__file__).resolve().parent / ROOT
 

@@ -25,9 +25,7 @@ enc_dec_bottom_right_diagonal: `bottom_right_diagonal` of cross attention. None 
 forward.enc_dec_bottom_right_diagonal: The same of cross attention in this call. None is the constructor's.
 attention_type: "self", or "cross" where keys and values are made of `encoder_output`.
 layer_number: Number of the layer in its model, from 1 on; KV caches are found by it. None is 1.
-allocate_memory.layer_number: Number of the layer.
-step.layer_number: Number of the layer.
-convert_paged_to_nonpaged.layer_number: Number of the layer.
+allocate_memory.layer_number, step.layer_number, convert_paged_to_nonpaged.layer_number: Number of the layer.
 softmax_type: "vanilla"; "off-by-one", which adds 1 to the denominator; or "learnable", whose addend is a
     parameter of each head.
 return_max_logit: Whether the largest score of each head is returned, too.

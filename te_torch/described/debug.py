@@ -32,7 +32,7 @@ Culprit.gemms: Products of the layer.
 without: What the result is off by if all culprits but this one are in high precision.
 Series.gemms: Products that read or made the tensor.
 tensor: Which tensor it is.
-kind: How it is quantized. None: it is not.
+kind, cast: How it is quantized. None: it is not.
 count: Number of elements in each step.
 amax: Largest absolute value in each step.
 underflow: Percentage of elements that became 0, in each step.
@@ -51,7 +51,6 @@ rt: Runtime that the product runs on.
 number: Number of the product among those that are looked at. None: it is not.
 point: Pair (product, tensor).
 value: Tensor in high precision.
-cast: How it is quantized. None: it is not.
 out: What it was quantized to. None: it was not.
 module: Module whose products are meant.
 made: Function `made(number of the product, inspector that it has)` that makes an inspector.

@@ -93,12 +93,9 @@ kind: Class of the norm, or its full name "package.module.Class".
 like: Class of ours that computes the same: `RMSNorm` or `LayerNorm`.
 register_norm.eps: Name of the attribute that holds it, or a number. None tries the usual names.
 register_norm.weight: Name of the norm's weight.
-moe_permute.inp: Tokens [tokens, features].
-moe_permute_with_probs.inp: Tokens [tokens, features].
-moe_permute_and_pad_with_probs.inp: Tokens [tokens, features].
+moe_permute.inp, moe_permute_with_probs.inp, moe_permute_and_pad_with_probs.inp: Tokens [tokens, features].
 moe_unpermute.inp: Rows [rows, features], in the order of the permutation.
-moe_sort_chunks_by_index.inp: Rows [rows, features].
-moe_sort_chunks_by_index_with_probs.inp: Rows [rows, features].
+moe_sort_chunks_by_index.inp, moe_sort_chunks_by_index_with_probs.inp: Rows [rows, features].
 routing_map: With a mask [tokens, experts], not 0 where a token goes to an expert; with "index" expert ids,
     int32 [tokens, top k].
 num_out_tokens: Number of rows of the result. -1 drops nothing; with a mask the host then waits for the number.
@@ -121,7 +118,7 @@ linear_cross_entropy.weight: Weight of the last product [V, K]; with `group` thi
 linear_cross_entropy.bias: Bias of the last product [V]. None adds none.
 target: Class of each token, integers of the shape of the input without its last dimension.
 parallel_cross_entropy.inp: Logits [.., V]; with `dist_process_group` this rank's columns. Has to be given.
-ignore_index: Target whose tokens do not count.
+ignore_index, ignore_idx: Target whose tokens do not count.
 label_smoothing: Share of the target's weight that is spread over all classes, from 0 to 1.
 z_loss: Factor of logsumexp(logits)^2, which is added for each token.
 reduction: "mean", "sum", or "none" for the loss of each token.
@@ -130,7 +127,6 @@ chunk: For how many rows logits are there at a time. None chooses by the memory 
 reduce_loss: Whether the mean over tokens is returned, [1].
 dist_process_group: Process group over which classes are spread, in the order of ranks. None: every class is
     here.
-ignore_idx: Target whose tokens do not count.
 is_cg_capturable: Accepted; a CUDA graph may hold it in any case.
 _input: Older name of `inp`.
 in_place: Whether the gradient takes the memory of the logits, which nobody else may need then.

@@ -18,16 +18,14 @@ return_bias: Whether the bias is not added but returned beside the output, for a
 init_method: Function that fills a weight in place, `init_method(weight)`. None is normal(0, 0.023).
 output_layer_init_method: `init_method` of the last weight, which writes to the residual stream. None is
     normal(0, 0.023).
-params_dtype: Type of the parameters: float32, bfloat16 or float16. None is torch's default dtype.
+params_dtype, _Norm.dtype: Type of the parameters: float32, bfloat16 or float16. None is torch's default dtype.
 _Norm.params_dtype: Older name of `dtype`.
-_Norm.dtype: Type of the parameters: float32, bfloat16 or float16. None is torch's default dtype.
 device: Where memory is allocated. None is the current CUDA device, or the CPU where there is no GPU. Modules
     can be made on "meta".
 name: Name of the module in reports and in the configuration of precision debugging. None numbers the modules in
     the order in which they are made.
 num_gemms: How many groups, each with a weight of its own (`weight0`, `weight1`, ...).
-Fp8Padding.num_gemms: How many groups of rows there are.
-Fp8Unpadding.num_gemms: How many groups of rows there are.
+Fp8Padding.num_gemms, Fp8Unpadding.num_gemms: How many groups of rows there are.
 align_size: The rows of each group become a multiple of this number. None is what the recipe of the first call
     needs.
 parameters_split: Names of parameters into which the rows of weight and bias are divided: a list of names for
@@ -57,9 +55,8 @@ get_rng_state_tracker: Function that returns a `CudaRNGStatesTracker`, in whose 
     and dropout draws. None draws from torch's generator.
 rng_tracker_name: Name of the stream of that tracker. None is "model-parallel-rng".
 ub_overlap_ag: Whether the all-gather of the input overlaps with the product, after `initialize_ub`.
-GroupedLinear.ub_overlap_ag: False, the only one allowed: grouped products do not overlap.
+GroupedLinear.ub_overlap_ag, GroupedLinear.ub_overlap_rs: False, the only one allowed: grouped products do not overlap.
 ub_overlap_rs: Whether the reduce-scatter of the output overlaps with the product, after `initialize_ub`.
-GroupedLinear.ub_overlap_rs: False, the only one allowed: grouped products do not overlap.
 ub_overlap_rs_dgrad: Whether the reduce-scatter of the input's gradient overlaps with its product, after
     `initialize_ub`.
 ub_bulk_dgrad: Whether backward gathers the input while it computes the input's gradient, after `initialize_ub`.

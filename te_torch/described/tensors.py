@@ -8,11 +8,8 @@ Quantizer.set_usage.columnwise: Whether the columnwise copy is made from now on.
 get_scale_shape.columnwise: Whether the columnwise copy's scales are meant.
 fp8_dtype: Type of the values: DType.kFloat8E4M3 or DType.kFloat8E5M2.
 fp4_dtype: Type of the values: DType.kFloat4E2M1.
-QuantizedTensor.dtype: Type that the tensor presents as.
+QuantizedTensor.dtype, make_empty.dtype, create_metadata.dtype, to_dtype.dtype: Type that the tensor presents as.
 dtype: Type of the result. None keeps the one that there is.
-make_empty.dtype: Type that the tensor presents as.
-create_metadata.dtype: Type that the tensor presents as.
-to_dtype.dtype: Type that the tensor presents as.
 Float8Tensor.dtype: Type that the tensor presents as.
 IdentityQuantizer.dtype: Type that values are kept in. None is their own.
 fake_dtype: Type that the tensor presents as. None is float32, or the tensor's `dtype`.
@@ -48,8 +45,7 @@ columnwise_quantizer: Quantizer of the columnwise copy.
 columnwise_source: What the columnwise copy is made of: "original", or "rowwise_dequantized" values.
 scale: Number that values are multiplied by before the cast, float32 [1], on the device.
 amax: Where the largest absolute value is noted, float32 [1], on the device.
-Float8CurrentScalingQuantizer.scale: Older argument, without effect.
-Float8CurrentScalingQuantizer.amax: Older argument, without effect.
+Float8CurrentScalingQuantizer.scale, Float8CurrentScalingQuantizer.amax: Older argument, without effect.
 Float8CurrentScalingQuantizer.device: Accepted; memory follows the tensor that is quantized.
 use_existing_amax: Older argument, without effect.
 with_amax_reduction: Whether the maximum is that of all processes of `amax_reduction_group`.
@@ -70,8 +66,7 @@ Quantizer.onnx_dequantize.tensor: What `onnx_quantize` gave.
 quantize_.tensor: New values.
 make_like.tensor: Tensor whose buffers are shared.
 make_like.shape: Shape that it presents. None is its own.
-create_tensor_from_data.scale_inv: Scales of the values, uint8 (E8M0).
-scale_inv: Scales of the values, uint8 (E8M0).
+create_tensor_from_data.scale_inv, scale_inv: Scales of the values, uint8 (E8M0).
 internal: Whether a storage is made, and not a torch tensor.
 inp: Tensor whose shape is looked at.
 src: Tensor whose values are taken.
@@ -93,8 +88,7 @@ Float8Quantizer.take_amax_of.other: Quantizer whose noted maximum is taken over.
 all_gather_outputs: What FSDP2 gathered.
 metadata: What `fsdp_pre_all_gather` said of it.
 param_dtype: Type that FSDP2 computes in.
-fsdp_post_all_gather.out: Tensor that is filled anew. None makes one.
-QuantizedTensor.fsdp_post_all_gather.out: Tensor that is filled anew. None makes one.
+fsdp_post_all_gather.out, QuantizedTensor.fsdp_post_all_gather.out: Tensor that is filled anew. None makes one.
 gathered: Buffers of all ranks.
 meta: What the extraction of the buffers said of them.
 non_blocking: Whether a copy to another device may still be on its way at return.

@@ -45,18 +45,13 @@ def quantized(x: torch.Tensor, rule: Operand, scale: Maybe) -> torch.Tensor:
     if rule.scaling == "mxfp8":
         return operators.mxfp8_dequantize(*operators.mxfp8_quantize(x, dtype, rule.tiled))
     if rule.scaling == "current":
-        scale = _current_scale(x, rule)
+        largest = x.detach().abs().flatten().amax(0).float().clamp(min=rule.epsilon)
+        scale = (torch.finfo(dtype).max / largest).clamp(max=torch.finfo(torch.float32).max)
+        if rule.power_of_two:
+            scale = torch.exp2(operators.power_of_two(scale, False))
+        scale = torch.where((largest > 0) & (largest < torch.inf), scale, 1.0)
     assert scale is not None
     return operators.fp8_dequantize(operators.fp8_quantize(x.float(), scale, dtype), scale)
-
-
-def _current_scale(x: torch.Tensor, rule: Operand) -> torch.Tensor:
-    largest = x.detach().abs().flatten().amax(0).float().clamp(min=rule.epsilon)
-    limit = torch.finfo(TO_TORCH[rule.dtype]).max
-    scale = (limit / largest).clamp(max=torch.finfo(torch.float32).max)
-    if rule.power_of_two:
-        scale = torch.exp2(operators.power_of_two(scale, False))
-    return torch.where((largest > 0) & (largest < torch.inf), scale, 1.0)
 
 
 def _operand(x: torch.Tensor, rule: Operand | None, scales: Maybe, gemm: int, slot: int) -> Maybe:

@@ -39,14 +39,6 @@ def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.clamp(-limit, limit).to(dtype)
 
 
-def _fp8_quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _saturated(x.float() * scale, dtype)
-
-
-def _fp8_dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return q.float() * scale.reciprocal()
-
-
 def power_of_two(v: torch.Tensor, up: bool) -> torch.Tensor:
     """The exponent, as a float, of v rounded up or down to a power of two; exact for normal v > 0.
 
@@ -101,9 +93,15 @@ def _register(name: str, run: Any, shapes: Any) -> Any:
     return getattr(torch.ops.tex, name)
 
 
-fp8_quantize = _register("fp8_quantize", _fp8_quantize, lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype))
+fp8_quantize = _register(
+    "fp8_quantize",
+    lambda x, scale, dtype: _saturated(x.float() * scale, dtype),
+    lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype),
+)
 fp8_dequantize = _register(
-    "fp8_dequantize", _fp8_dequantize, lambda q, scale: q.new_empty(q.shape, dtype=torch.float32)
+    "fp8_dequantize",
+    lambda q, scale: q.float() * scale.reciprocal(),
+    lambda q, scale: q.new_empty(q.shape, dtype=torch.float32),
 )
 mxfp8_quantize = _register("mxfp8_quantize", _mxfp8_quantize, _mxfp8_shapes)
 mxfp8_dequantize = _register(
@@ -188,3 +186,32 @@ def opset_refused(asked: int) -> Exception:
     return not_exported(
         got, f"{OPSET} or newer, the first opset with FP8", "pass opset_version=20, or export without FP8"
     )
+
+
+_OLDEST = 7  # opset that torch's older exporter writes (`dynamo=False`, the default before torch 2.9)
+_E5M2 = 23  # TorchScript's number of torch.float8_e5m2
+
+
+def tell_older_exporter() -> None:
+    """Tell it what per-tensor FP8 is in ONNX, and to refuse what it cannot write."""
+    from torch.onnx import symbolic_helper, utils
+
+    def too_old(g: Any, *args: Any) -> Any:
+        raise opset_refused(g.opset)
+
+    def no_blocks(g: Any, *args: Any) -> Any:
+        raise not_exported("MXFP8 by torch's older exporter", "torch.onnx.export(.., dynamo=True)", "pass dynamo=True")
+
+    @symbolic_helper.parse_args("v", "v", "i")
+    def quantize(g: Any, x: Any, scale: Any, dtype: int) -> Any:
+        zero = torch.zeros((), dtype=torch.float8_e5m2 if dtype == _E5M2 else torch.float8_e4m3fn)
+        return g.op("QuantizeLinear", x, g.op("Reciprocal", scale), g.op("Constant", value_t=zero))
+
+    def dequantize(g: Any, q: Any, scale: Any) -> Any:
+        *_, zero = q.node().inputs()
+        return g.op("DequantizeLinear", q, g.op("Reciprocal", scale), zero)
+
+    for name, symbolic in (("fp8_quantize", quantize), ("fp8_dequantize", dequantize)):
+        utils.register_custom_op_symbolic(f"tex::{name}", too_old, _OLDEST)
+        utils.register_custom_op_symbolic(f"tex::{name}", symbolic, OPSET)
+    utils.register_custom_op_symbolic("tex::mxfp8_quantize", no_blocks, _OLDEST)

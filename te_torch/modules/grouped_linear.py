@@ -24,7 +24,6 @@ from te_core.tensor import dense_strides
 from te_torch.base.checkpoint_state import WithExtraState
 from te_torch.base.module import BaseModule, normal_init
 from te_torch.base.options import check_options
-from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
 from te_torch.calls import families, named
@@ -36,7 +35,7 @@ from te_torch.forks import fork_of
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
 from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host_copy, rows_of
-from te_torch.modules.layer import empty_bias, returned_bias
+from te_torch.modules.layer import empty_bias, keeps_original, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, check_input, default_device, to_core, to_core_shape
@@ -119,18 +118,12 @@ class GroupedLinear(BaseModule):
         self.save_original_input = bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._names, self._bias_names = (tuple(f"{kind}{i}" for i in range(num_gemms)) for kind in ("weight", "bias"))
-        place: dict[str, Any] = {
-            "dtype": params_dtype or torch.get_default_dtype(),
-            "device": device or default_device(),
-        }
+        place = {"dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()}
         for i in range(num_gemms):
             self._add_parameter(
                 f"weight{i}", (self.out_features, self.in_features), init_method or normal_init, **place
             )
-            if bias:
-                self._add_parameter(f"bias{i}", (self.out_features,), torch.nn.init.zeros_, **place)
-            else:
-                setattr(self, f"bias{i}", torch.empty(0, **place))
+            self._add_bias(f"bias{i}", self.out_features, bias, **place)
         self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self._names)
         if bias and self.parallel_mode == "column":
             self._mark_parallel(0, *self._bias_names)
@@ -174,7 +167,11 @@ class GroupedLinear(BaseModule):
         inp, precision, state, recompute = self._enter(inp)
         dtype, grad = inp.dtype, torch.is_grad_enabled()
         weights = [self._weight(name, dtype, precision, i) for i, name in enumerate(self._names)]
-        biases = self._biases(dtype) if self.use_bias else [empty_bias(inp)] * self.num_gemms
+        if self.use_bias:
+            found = [getattr(self, name) for name in self._bias_names]
+            biases = [b if b.dtype == dtype else b.to(dtype) for b in found]
+        else:
+            biases = [empty_bias(inp)] * self.num_gemms
         added: list[Any] = [None] * self.num_gemms if self.return_bias or not self.use_bias else biases
         key = (
             precision,
@@ -215,11 +212,6 @@ class GroupedLinear(BaseModule):
             torch.autograd.graph.increment_version(before)
         return core.Groups(sizes, y, dx)
 
-    def _biases(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """In the activation dtype."""
-        found = [getattr(self, name) for name in self._bias_names]
-        return [b if b.dtype == dtype else b.to(dtype) for b in found]
-
     def _facts(self) -> tuple[Any, ...]:
         return *super()._facts(), self.save_original_input
 
@@ -244,13 +236,8 @@ class GroupedLinear(BaseModule):
         return register(_layer(self.num_gemms), spec, needed, self._inspectors())
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "num_gemms": self.num_gemms,
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.use_bias,
-            "return_bias": self.return_bias,
-        }
+        sizes = {name: getattr(self, name) for name in ("num_gemms", "in_features", "out_features")}
+        return {**sizes, "bias": self.use_bias, "return_bias": self.return_bias}
 
 
 def _count_copy() -> None:

@@ -7,6 +7,7 @@ keeps the inputs, and the scales that were read, and quantizes again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,10 @@ from te_torch.compiled_runs import Traced, note_run, scale_to_read
 from te_torch.export.mode import exporting, not_exported
 from te_torch.operators import core_views, each_once, flattened, merge, new_maxima, world
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_TORCH, constant_at_trace, to_core_shape, to_torch
+from te_torch.runtime import TO_TORCH, constant_at_trace, to_torch
 from te_torch.tensors.dispatch import keeps
 from te_torch.values import splits_of
-from te_torch.weight_copies import Copies, for_backward, given_of, made_of, own_inputs, ready_for
+from te_torch.weight_copies import Copies, for_backward, made_of, own_and_given, ready_for
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _SIZES = "SymInt[] sizes, Tensor? counts"
@@ -82,45 +83,29 @@ def _forward_op(
     rule: str,
     held: str = "",
     copies: str = "",
+    fake: bool = False,
 ) -> list[torch.Tensor]:
     """y, copies of weights that are kept; with a scale also the one that was read, which the next update changes, and
     the maxima."""
     call, x = call_of(key), inputs[0]
     assert x is not None
-    rt, convert = world(x, False)
+    rt, convert = world(x, fake)
     views = core_views(inputs, held, convert)
-    note_run(call, views, scale_bwd, rule)
+    if not fake:
+        note_run(call, views, scale_bwd, rule)
     maxima = new_maxima(rt, scale)
     scales = None if scale is None or maxima is None else Scales(convert(scale), maxima, maxima, None)
-    options = {"splits": _groups(call, x, sizes, counts), **call.options}
+    options = call.options if fake else {"splits": _groups(call, x, sizes, counts), **call.options}
     kept: list[torch.Tensor] = []
     if copies:
-        views, options["ready"], kept = ready_for(rt, call, copies, views, scales, check=True)
-    (y,), _ = call.layer.forward(rt, *views, spec=call.spec, scales=scales, **options)
-    made = [to_torch(y), *kept]
-    return made if scale is None or maxima is None else [*made, scale.clone(), to_torch(maxima)]
-
-
-def _forward_fake(
-    inputs: list[Any],
-    sizes: Any,
-    counts: Any,
-    scale: Any,
-    scale_bwd: Any,
-    key: str,
-    rule: str,
-    held: str = "",
-    copies: str = "",
-) -> list[torch.Tensor]:
-    call, x = call_of(key), inputs[0]
-    views = core_views(inputs, held, to_core_shape)
-    made = [x.new_empty((*x.shape[:-1], views[1].shape[0]), dtype=TO_TORCH[call.spec.dtype])]
-    if copies:
-        rt, scales = world(x, True)[0], None
-        if scale is not None:
-            scales = Scales(to_core_shape(scale), new_maxima(rt, scale), None, None)
-        made += ready_for(rt, call, copies, views, scales, check=False)[2]
-    return made if scale is None else [*made, torch.empty_like(scale), torch.empty_like(scale)]
+        views, ready, kept = ready_for(rt, call, copies, views, scales, check=not fake)
+        options = {**options, "ready": ready}
+    if fake:  # the rows of the groups are not known, but those of the output are the input's
+        y = x.new_empty((*x.shape[:-1], views[1].shape[0]), dtype=TO_TORCH[call.spec.dtype])
+    else:
+        (made,), _ = call.layer.forward(rt, *views, spec=call.spec, scales=scales, **options)
+        y = to_torch(made)
+    return [y, *kept] if scale is None or maxima is None else [y, *kept, scale.clone(), to_torch(maxima)]
 
 
 def _backward_op(
@@ -133,12 +118,24 @@ def _backward_op(
     key: str,
     held: str = "",
     copies: str = "",
+    fake: bool = False,
 ) -> list[torch.Tensor]:
     """The gradients of `given`, then the maxima."""
     call, x = call_of(key), inputs[0]
     assert x is not None
-    rt, convert = world(x, False)
-    views, splits = core_views(inputs, held, convert), _groups(call, x, sizes, counts)
+    rt, convert = world(x, fake)
+    views = core_views(inputs, held, convert)
+    if fake:  # as `_groups` would say of no values
+        parts = list(zip(call.spec.parts, views[1:], strict=False))
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format)] if parts[0][0].needs.input else []
+        for part, w in parts:
+            if part.needs.weight:
+                grads.append(x.new_empty(w.shape, dtype=TO_TORCH[gradient_dtype(part, w)]))
+        for part, w in parts:
+            if part.needs.bias:
+                grads.append(x.new_empty((w.shape[0],), dtype=TO_TORCH[gradient_dtype(part, w)]))
+        return grads if scale_bwd is None else [*grads, torch.empty_like(scale_bwd)]
+    splits = _groups(call, x, sizes, counts)
     unused, maxima = new_maxima(rt, scale), new_maxima(rt, scale_bwd)
     scales = None
     if scale is not None and scale_bwd is not None:
@@ -155,33 +152,9 @@ def _backward_op(
     return grads if maxima is None else [*grads, to_torch(maxima)]
 
 
-def _backward_fake(
-    dy: Any,
-    inputs: list[Any],
-    sizes: Any,
-    counts: Any,
-    scale: Any,
-    scale_bwd: Any,
-    key: str,
-    held: str = "",
-    copies: str = "",
-) -> list[torch.Tensor]:
-    spec, x = call_of(key).spec, inputs[0]
-    views = core_views(inputs, held, to_core_shape)
-    parts = list(zip(spec.parts, views[1:], strict=False))
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format)] if spec.parts[0].needs.input else []
-    for part, w in parts:
-        if part.needs.weight:
-            grads.append(x.new_empty(w.shape, dtype=TO_TORCH[gradient_dtype(part, w)]))
-    for part, w in parts:
-        if part.needs.bias:
-            grads.append(x.new_empty((w.shape[0],), dtype=TO_TORCH[gradient_dtype(part, w)]))
-    return grads if scale_bwd is None else [*grads, torch.empty_like(scale_bwd)]
-
-
-for _name, _run, _fake in (("forward", _forward_op, _forward_fake), ("backward", _backward_op, _backward_fake)):
+for _name, _run in (("forward", _forward_op), ("backward", _backward_op)):
     _library.impl(f"grouped_{_name}", _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"te_runtime::grouped_{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"te_runtime::grouped_{_name}", partial(_run, fake=True), lib=_library)
 
 
 @keeps(torch.ops.te_runtime.grouped_forward.default)
@@ -254,7 +227,8 @@ class _Traced(torch.autograd.Function):
         read = list(inputs)
         ctx.copies = ""
         if copies:
-            ctx.copies, read = for_backward(copies), own_inputs(copies, inputs) + (made or given_of(copies, inputs))
+            read, given = own_and_given(copies, inputs)
+            ctx.copies, read = for_backward(copies), read + (made or given)
         ctx.save_for_backward(*read, counts, used, scale_bwd, history_bwd)
         ctx.key, ctx.sizes, ctx.inputs = key, sizes, len(inputs)
         if scale is None:

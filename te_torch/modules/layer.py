@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from te_core.errors import ArgumentError
 from te_core.layers.entries import Asked
 from te_core.layers.entries import Layer as Entry
 from te_core.layers.table import LAYERS
+from te_core.precision import Precision
+from te_core.quantize.operands import repeats
 from te_torch.autocast import Now
 from te_torch.base.module import BaseModule
-from te_torch.base.original_input import keeps_original
 from te_torch.base.plans import Prepared
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.residual import enter_stream
@@ -22,8 +24,9 @@ from te_torch.carried import HANDING
 from te_torch.doors import either
 from te_torch.draws import random_pair
 from te_torch.function import Call, register
+from te_torch.module_names import warn_once
 from te_torch.noting import Drawn, Of, noting
-from te_torch.precisions import draws
+from te_torch.precisions import draws, recipe_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, check_input
 from te_torch.values import check_flags
@@ -158,6 +161,34 @@ class LayerModule(BaseModule):
         bias = self._bias(name, out.dtype)
         names = self._part_names.get(name, (name,))
         return out, empty_bias(out) if bias is None else returned_bias(self, bias, names), *rest
+
+
+def keeps_original(module: Any, number: int, precision: Precision | None) -> bool:
+    """Whether a product in this precision (its own, of the module's number) keeps its input as it came.
+
+    With `save_original_input` what backward is handed is the caller's input itself, which it quantizes again. Where
+    another module keeps that input anyway, such as the one whose output it is, this saves the quantized copy.
+    """
+    if not module.save_original_input or precision is None or precision.input is None:
+        return False  # nothing is quantized: the input itself is what is kept
+    if precision.backward is not None or repeats(precision.input):
+        return precision.backward is None
+    recipe = recipe_of(number)
+    if (precision.input.columnwise or precision.input).scaling != "delayed":
+        warn_once(
+            module, "save_original_input is ignored: backward cannot quantize this input again and get the same values"
+        )
+    elif recipe is not None and recipe.custom():
+        warn_once(module, "save_original_input is ignored: under delayed scaling the scale may have changed since")
+    else:
+        raise ArgumentError(
+            f"{type(module).__name__}.forward",
+            "save_original_input=True. DelayedScaling recipe is not supported with save_original_input: its scale may "
+            "have changed before backward quantizes the input again",
+            "a recipe whose scales follow from the input, such as Float8CurrentScaling",
+            "leave save_original_input out",
+        )
+    return False
 
 
 def empty_bias(out: torch.Tensor) -> torch.Tensor:

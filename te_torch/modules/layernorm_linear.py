@@ -16,14 +16,13 @@ from te_torch.base.plans import Prepared
 from te_torch.base.residual import Branch, given_of
 from te_torch.base.unit import Unit
 from te_torch.calls import OF_NORM_LINEAR
-from te_torch.deprecation import deprecated
 from te_torch.export import layers
 from te_torch.forks import fork_of
 from te_torch.function import of_table
 from te_torch.modules.layer import LayerModule
 from te_torch.modules.linear import SplitParameters
-from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins
-from te_torch.runtime import default_device
+from te_torch.modules.norm import init_norm_weight, margin_of, sm_margins
+from te_torch.runtime import default_device, deprecated
 
 NORM_LINEAR = of_table(
     "layernorm_linear",
@@ -91,7 +90,7 @@ class NormParameters(LayerModule):
         return {**super()._options(), **{name: getattr(self, name) for name in self._optional}}
 
     def _by_mode(self) -> tuple[Any, ...]:
-        return self.training, self.recompute_norm_output, *margin_facts(self._margins)
+        return self.training, self.recompute_norm_output, *self._margins.values()
 
     def _spec_options(self, stream: Any) -> dict[str, Any]:
         more = ("recompute_norm_output", "return_layernorm_output_gathered")
@@ -172,13 +171,12 @@ class LayerNormLinear(NormParameters, SplitParameters, layer=NORM_LINEAR):
 
         `inp` may be a `Branch`: an input that is yet to be added to the residual. The sum then comes last.
         """
-        if isinstance(inp, Branch):
-            if fp8_grad:
-                raise UnsupportedError(
-                    "LayerNormLinear.forward",
-                    "fp8_grad with a Branch",
-                    "fp8_grad with a plain input",
-                    "leave fp8_grad out: a stream's gradient stays in high precision",
-                )
+        if fp8_grad and isinstance(inp, Branch):
+            raise UnsupportedError(
+                "LayerNormLinear.forward",
+                "fp8_grad with a Branch",
+                "fp8_grad with a plain input",
+                "leave fp8_grad out: a stream's gradient stays in high precision",
+            )
         inputs, stream = given_of(inp)
         return self._call(inputs, (is_first_microbatch, fp8_output, fp8_grad, stream))

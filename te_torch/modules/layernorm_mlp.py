@@ -105,10 +105,7 @@ class LayerNormMLP(NormParameters, layer=MLP):
         self.return_bias, self.use_bias = return_bias, bias
         self._return_norm(return_layernorm_output, return_layernorm_output_gathered)
         self._fork = fork_of(get_rng_state_tracker, None)
-        place: dict[str, Any] = {
-            "dtype": params_dtype or torch.get_default_dtype(),
-            "device": device or default_device(),
-        }
+        place = {"dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()}
         self._add_norm(hidden_size, normalization, eps, zero_centered_gamma, **place)
         wide = self.ffn_hidden_size * (2 if self.activation in GATED else 1)
         for which, shape, init in (
@@ -116,10 +113,7 @@ class LayerNormMLP(NormParameters, layer=MLP):
             ("fc2", (hidden_size, self.ffn_hidden_size), output_layer_init_method),
         ):
             self._add_parameter(f"{which}_weight", shape, init or normal_init, **place)
-            if bias:
-                self._add_parameter(f"{which}_bias", shape[:1], torch.nn.init.zeros_, **place)
-            else:
-                setattr(self, f"{which}_bias", torch.empty(0, **place))
+            self._add_bias(f"{which}_bias", shape[0], bias, **place)
             self._mark_parallel(0 if which == "fc1" else 1, f"{which}_weight")
         if bias and set_parallel_mode:
             self._mark_parallel(0, "fc1_bias")
@@ -132,15 +126,9 @@ class LayerNormMLP(NormParameters, layer=MLP):
         return "fc1_weight", "fc2_weight"
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "hidden_size": self.hidden_size,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "bias": self.use_bias,
-            "return_bias": self.return_bias,
-            "activation": self.activation,
-            "checkpoint": self.checkpoint,
-            **super()._options(),
-        }
+        sizes = {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "bias": self.use_bias}
+        own = {name: getattr(self, name) for name in ("return_bias", "activation", "checkpoint")}
+        return {**sizes, **own, **super()._options()}
 
     def forward(self, inp: torch.Tensor | Branch, is_first_microbatch: bool | None = None) -> Any:
         """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked.

@@ -51,29 +51,20 @@ class SplitParameters(LayerModule):
         init = init_method or normal_init
         self._parts = split_sizes(type(self).__name__, split, shape[0])
         if self.tp_size > 1 and self.parallel_mode == "column":
-            self._parts = self._local_parts(self._parts)
+            wrong = [f"{prefix}weight of {rows} rows" for prefix, rows in self._parts.items() if rows % self.tp_size]
+            if wrong:
+                raise RowsError(
+                    type(self).__name__,
+                    f"{', '.join(wrong)} over {self.tp_size} ranks",
+                    "rows of each part that tp_size divides",
+                    "correct out_features or parameters_split",
+                )
+            self._parts = {prefix: rows // self.tp_size for prefix, rows in self._parts.items()}
         for prefix, size in self._parts.items():
             self._add_parameter(f"{prefix}weight", (size, shape[1]), init, **placement)
         self.use_bias = bias
         for prefix, size in self._parts.items():
-            if bias:
-                self._add_parameter(f"{prefix}bias", (size,), torch.nn.init.zeros_, **placement)
-            else:
-                # As documented: without a bias the attribute is an empty tensor and no parameter.
-                setattr(self, f"{prefix}bias", torch.empty(0, **placement))
-
-    def _local_parts(self, parts: dict[str, int]) -> dict[str, int]:
-        """The rows of each part on this rank."""
-        wrong = {prefix: rows for prefix, rows in parts.items() if rows % self.tp_size}
-        if wrong:
-            named = ", ".join(f"{prefix}weight of {rows} rows" for prefix, rows in wrong.items())
-            raise RowsError(
-                type(self).__name__,
-                f"{named} over {self.tp_size} ranks",
-                "rows of each part that tp_size divides",
-                "correct out_features or parameters_split",
-            )
-        return {prefix: rows // self.tp_size for prefix, rows in parts.items()}
+            self._add_bias(f"{prefix}bias", size, bias, **placement)
 
     def _finish_weights(self, fuse: bool, delay: bool) -> None:
         """What follows once the parameters are there: marks, quantized storage, and where weight gradients go."""
@@ -93,13 +84,8 @@ class SplitParameters(LayerModule):
 
     def _options(self) -> dict[str, Any]:
         parts = {prefix.rstrip("_"): size for prefix, size in self._parts.items()}
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.use_bias,
-            "return_bias": self.return_bias,
-            "parameters_split": None if "" in parts else parts,
-        }
+        sizes = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias}
+        return {**sizes, "return_bias": self.return_bias, "parameters_split": None if "" in parts else parts}
 
     def _parts_of(self, name: str) -> list[torch.Tensor]:
         return [getattr(self, n) for n in self._weight_names()]
@@ -108,17 +94,12 @@ class SplitParameters(LayerModule):
         return ((self.parallel_mode, self.ub_name),)
 
     def _arguments(self, dtype: torch.dtype, precision: int) -> dict[str, torch.Tensor | None]:
-        weight = self._joined_weight(dtype, precision)
+        weight: torch.Tensor | None = self._parameters.get("weight")
+        if weight is None or weight.dtype != dtype:  # hardly ever
+            parts = [self._weight(name, dtype, precision) for name in self._part_names["weight"]]
+            weight = parts[0] if "" in self._parts else _joined(parts)
         bias = None if self.return_bias else self._bias("bias", dtype)
         return {**super()._arguments(dtype, precision), "weight": weight, "bias": bias}
-
-    def _joined_weight(self, dtype: torch.dtype, precision: int) -> torch.Tensor:
-        weight = self._parameters.get("weight")
-        if weight is not None and weight.dtype == dtype:  # nearly always
-            return weight
-        if "" in self._parts:
-            return self._weight("weight", dtype, precision)
-        return _joined([self._weight(name, dtype, precision) for name in self._part_names["weight"]])
 
     def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         bias: torch.Tensor | None = self._parameters.get("bias")
@@ -142,13 +123,14 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
     """{parameter prefix: rows}; one part without a prefix if nothing is split."""
     if split is None:
         return {"": total}
+    got = f"parameters_split={split!r}"
     if isinstance(split, Mapping):
         sizes = dict(split)
     elif isinstance(split, Sequence) and not isinstance(split, str):
         if not split or total % len(split):
             raise ArgumentError(
                 operation,
-                f"parameters_split={split!r} of {total} rows",
+                f"{got} of {total} rows",
                 "names that divide the rows evenly",
                 "give a dict of name: size for unequal parts",
             )
@@ -159,19 +141,11 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
         raise TypeError(f"{operation}: the names in parameters_split must be strings: {list(sizes)!r}")
     if not sizes or not all(map(is_size, sizes.values())) or sum(sizes.values()) != total:
         raise ArgumentError(
-            operation,
-            f"parameters_split={split!r}",
-            f"parts of at least a row whose sizes add up to {total}",
-            "correct the sizes",
+            operation, got, f"parts of at least a row whose sizes add up to {total}", "correct the sizes"
         )
     parts = {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
     if len(parts) < len(sizes):
-        raise ArgumentError(
-            operation,
-            f"parameters_split={split!r}",
-            "names that differ in more than trailing underscores",
-            "rename one",
-        )
+        raise ArgumentError(operation, got, "names that differ in more than trailing underscores", "rename one")
     return parts
 
 

@@ -1,4 +1,4 @@
-"""`LayerNorm` and `RMSNorm`."""
+"""`LayerNorm` and `RMSNorm`; `L2Normalization`: heads divided by their length, one choice of QK normalization."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from te_core import env
 from te_core.errors import ArgumentError
+from te_core.layers import l2_norm
 from te_core.layers import norm as core
 from te_core.layers.entries import Asked
 from te_core.layers.table import LAYERS
@@ -17,25 +18,21 @@ from te_torch.autocast import Now
 from te_torch.base.module import CallingModule, materialised
 from te_torch.base.options import check_values
 from te_torch.base.plans import UNKNOWN, Prepared
-from te_torch.deprecation import deprecated
 from te_torch.export import layers
 from te_torch.function import Call, of_table, register
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device, nested
+from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device, deprecated, nested
 
+L2_NORM = of_table("l2_norm", l2_norm.L2NormSaved, plain=layers.l2_norm)
 NORM = of_table("layernorm", core.NormSaved, name="norm", weight="gamma", plain=layers.norm)
+_PHASES = ("forward", "backward", "inference")
 
 
 def sm_margins(given: int | Mapping[str, int]) -> dict[str, int]:
     """Multiprocessors left free by phase; the documented environment variables go before an integer."""
     if isinstance(given, Mapping):
-        return {phase: int(given.get(phase, 0)) for phase in ("forward", "backward", "inference")}
-    return {"forward": given, "backward": given, "inference": given} | env.norm_sm_margins()
-
-
-def margin_facts(margins: Mapping[str, int]) -> tuple[int, int, int]:
-    """Margins as a module's facts have them."""
-    return margins["forward"], margins["backward"], margins["inference"]
+        return {phase: int(given.get(phase, 0)) for phase in _PHASES}
+    return dict.fromkeys(_PHASES, given) | env.norm_sm_margins()
 
 
 def margin_of(phase: str) -> Any:
@@ -111,11 +108,8 @@ class _Norm(CallingModule):
         return self._call((inp,))
 
     def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
-        inp, weight, bias = (
-            inputs[0],
-            self._tensor("weight"),
-            self._tensor("bias") if self.kind == "LayerNorm" else None,
-        )
+        inp, weight = inputs[0], self._tensor("weight")
+        bias = self._tensor("bias") if self.kind == "LayerNorm" else None
         _check(type(self).__name__, inp, self.normalized_shape)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
@@ -135,7 +129,7 @@ class _Norm(CallingModule):
         return out if out.shape == inp.shape else out.reshape(inp.shape)
 
     def _facts(self) -> tuple[Any, ...]:
-        return self.eps, self.zero_centered_gamma, *margin_facts(self._margins)
+        return self.eps, self.zero_centered_gamma, *self._margins.values()
 
     def _new_call(self, dtype: torch.dtype, needs: bool, training: bool) -> Call:
         margins = self._margins["forward" if training else "inference"], self._margins["backward"]
@@ -181,7 +175,7 @@ class LayerNorm(_Norm):
     """
 
     kind = "LayerNorm"
-    fwd_ln_sm_margin, bwd_ln_sm_margin, inf_ln_sm_margin = map(margin_of, ("forward", "backward", "inference"))
+    fwd_ln_sm_margin, bwd_ln_sm_margin, inf_ln_sm_margin = map(margin_of, _PHASES)
 
     def reset_layer_norm_parameters(self) -> None:
         """The older name of reset_parameters."""
@@ -196,10 +190,37 @@ class RMSNorm(_Norm):
     """
 
     kind = "RMSNorm"
-    fwd_rmsnorm_sm_margin, bwd_rmsnorm_sm_margin, inf_rmsnorm_sm_margin = map(
-        margin_of, ("forward", "backward", "inference")
-    )
+    fwd_rmsnorm_sm_margin, bwd_rmsnorm_sm_margin, inf_rmsnorm_sm_margin = map(margin_of, _PHASES)
 
     def reset_rms_norm_parameters(self) -> None:
         """The older name of reset_parameters."""
         self._reset_by_older_name("reset_rms_norm_parameters")
+
+
+class L2Normalization(CallingModule):
+    """y = x / sqrt(sum(x^2) + eps) over the last dimension; no parameters."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        check_values("L2Normalization", {"eps": eps})
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """The rows of the input, each of length one (but for eps), in its dtype."""
+        out: torch.Tensor = self._call((inp,))
+        return out
+
+    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
+        check_dtype("L2Normalization", inputs[0])
+        call = self._find_call((torch.is_grad_enabled() and inputs[0].requires_grad,))
+        return Prepared(call, None, False, inputs, (0,))
+
+    def _facts(self) -> tuple[float]:
+        return (self.eps,)
+
+    def _new_call(self, needs: bool) -> Call:
+        return register(L2_NORM, l2_norm.L2NormSpec(self.eps), needs)
+
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        return f"eps={self.eps}"

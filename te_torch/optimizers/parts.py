@@ -11,9 +11,8 @@ from torch.autograd.graph import increment_version
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops.optimizer import check_numbers
 from te_core.tensor import Tensor
-from te_torch.deprecation import deprecated
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import FLOATS, in_place, is_dtensor, to_core
+from te_torch.runtime import FLOATS, deprecated, in_place, is_dtensor, to_core
 from te_torch.values import check_flags
 
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "dampening")

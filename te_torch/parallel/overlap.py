@@ -21,8 +21,8 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.overlap import BULK, EXTERNAL, METHODS, PIPELINE, RING, Overlap, Way
 from te_core.precision import Precision
 from te_core.spelling import choice_error
-from te_torch.deprecation import deprecated
 from te_torch.parallel import peers
+from te_torch.runtime import deprecated
 from te_torch.values import is_flag
 
 

@@ -13,9 +13,8 @@ from te_core.ops import raw as ops
 from te_core.precision import Operand, rule_of
 from te_core.quantized import Format
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from te_torch.deprecation import deprecated
 from te_torch.exchange import all_reduce
-from te_torch.runtime import runtime_for, to_core, to_torch
+from te_torch.runtime import deprecated, runtime_for, to_core, to_torch
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
 from te_torch.tensors.buffers import Buffers, matrix_of, matrix_of_data, memory_of, packed

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.deprecation import deprecated
 from te_torch.exchange import all_reduce
+from te_torch.runtime import deprecated
 from te_torch.tensors import run
 from te_torch.tensors.base import spans
 from te_torch.tensors.float8 import Float8Quantizer, Float8TensorStorage

@@ -18,13 +18,12 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.tokens import enrolled, living
 from te_torch.autocast import Ran, Region, active, prepare_default
 from te_torch.base.module import CallingModule
-from te_torch.deprecation import deprecated
 from te_torch.doors import either
 from te_torch.draws import Repeated, capturing
 from te_torch.forks import not_a_tracker
 from te_torch.quantized import QuantizedTorch
 from te_torch.reruns import FirstRun, Rerun, Running, around, in_backward, stops
-from te_torch.runtime import warn
+from te_torch.runtime import deprecated, warn
 from te_torch.training.collectives import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from te_torch.values import is_flag
 

@@ -15,8 +15,8 @@ import torch
 from te_core.errors import ArgumentError
 from te_torch.base.module import CallingModule
 from te_torch.doors import as_traced, either
-from te_torch.export import torchscript
 from te_torch.export.mode import exporting, is_in_onnx_export_mode, not_warmed_up
+from te_torch.export.operators import tell_older_exporter
 from te_torch.module_names import within
 
 __all__ = ["assert_warmed_up", "is_in_onnx_export_mode", "onnx_export", "te_translation_table"]
@@ -37,7 +37,7 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     if enabled is not True and enabled is not False:
         raise ArgumentError("onnx_export", f"enabled={enabled!r}", "True or False", "pass onnx_export(enabled=True)")
     if enabled:
-        torchscript.register()
+        tell_older_exporter()
     before, exporting.on = exporting.on, enabled
     try:
         with as_traced(enabled or (either(False, True) and not before)):

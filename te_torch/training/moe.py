@@ -15,10 +15,9 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.spelling import choice_error
-from te_torch.deprecation import deprecated
 from te_torch.doors import either
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import check_dtype, warn
+from te_torch.runtime import check_dtype, deprecated, warn
 from te_torch.training.moe_operators import EAGER, TRACED, Moves, in_core
 
 _MASKS = (torch.bool, torch.uint8, torch.int32, torch.int64)

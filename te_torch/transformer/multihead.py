@@ -32,10 +32,9 @@ from te_torch.base.unit import Unit
 from te_torch.carried import carry
 from te_torch.export.mode import exporting, not_exported
 from te_torch.module_names import next_name, shown, warn_ignored
-from te_torch.modules.l2_norm import L2Normalization
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
-from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.modules.norm import L2Normalization, LayerNorm, RMSNorm
 from te_torch.parallel.overlap import flags_of, projections_of
 from te_torch.runtime import default_device, nested
 from te_torch.transformer.handed import (

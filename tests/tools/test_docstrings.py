@@ -145,6 +145,7 @@ def test_nothing_is_described_twice_or_in_vain() -> None:
     vain = [name for text in texts for name, about in read(text).items() if about.partition("\n")[0] not in docs]
     assert not vain, f"no signature has these arguments: {vain}"
     together = [line.partition(": ")[0] for text in texts[:3] for line in text.splitlines() if line[:1].strip()]
+    together = [name for names in together for name in names.split(", ")]
     twice = {name for name in together if together.count(name) > 1}
     assert not twice, f"described twice: {twice}"
 

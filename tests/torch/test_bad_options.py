@@ -17,7 +17,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.table import OPTIONS
 from te_core.ops.norm import MAX_ROW
 from te_core.recipe import Float8CurrentScaling, Format
-from te_torch.modules.l2_norm import L2Normalization
+from te_torch.modules.norm import L2Normalization
 from tests.backends import cuda_devices, requires_cuda
 from tests.refusals import not_refused
 

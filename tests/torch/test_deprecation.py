@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import te_core
-from te_torch.deprecation import deprecated
+from te_torch.runtime import deprecated
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("te_core", "te_torch", "te_cli", "bindings/jax/te_jax")

@@ -18,7 +18,7 @@ from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, F
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.base.module import CallingModule
 from te_torch.custom_recipes.quantizer_factory_zoo import mxfp8_fwd_high_precision_bwd_factory
-from te_torch.modules.l2_norm import L2Normalization
+from te_torch.modules.norm import L2Normalization
 from tests.backends import devices
 from tests.covering import covering
 from tests.module_steps import region, values

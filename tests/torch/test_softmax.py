@@ -9,7 +9,7 @@ import torch
 
 from te_torch.attention import softmax as module
 from te_torch.attention.softmax import FusedScaleMaskSoftmax, fused_softmax
-from te_torch.modules.l2_norm import L2Normalization
+from te_torch.modules.norm import L2Normalization
 from tests.backends import devices
 
 DEVICES = devices()

@@ -17,7 +17,7 @@ import te_torch as te
 from te_core.layers.inspector import Inspector
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from te_torch.calls import call_of
-from te_torch.program_specs import read, written
+from te_torch.program_names import read, written
 from tests.backends import requires_cuda
 from tests.export_cases import OTHERS, PRODUCTS, RECIPES, eager, made, region
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention.rope import apply_rotary_pos_emb
-from te_torch.modules.l2_norm import L2Normalization
+from te_torch.modules.norm import L2Normalization
 from tests import recipes
 from tests.backends import devices
 from tests.covering import covering

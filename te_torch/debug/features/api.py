@@ -20,7 +20,7 @@ from nvdlfw_inspect.registry import api_method
 
 from te_torch.debug import routing, stats
 from te_torch.debug.schedule import EveryOne, asked
-from te_torch.deprecation import deprecated
+from te_torch.runtime import deprecated
 from te_torch.tensors import QuantizedTensor, QuantizedTensorStorage
 
 _GEMMS = ("fprop", "dgrad", "wgrad")

@@ -10,8 +10,8 @@ import torch
 
 from te_core.recipe import Recipe
 from te_torch.autocast import active, prepare_default
-from te_torch.deprecation import deprecated
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_of, precision_of
+from te_torch.runtime import deprecated
 from te_torch.training.graphs.device import OPERATION, unsupported, wrong
 
 #: Older names of arguments, and what they are called now.
