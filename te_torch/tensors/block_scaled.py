@@ -13,7 +13,6 @@ from te_torch.tensors import run
 from te_torch.tensors.buffers import Buffers, matrix_of, with_whole_scales
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.transposing import columnwise_of
-from te_torch.tensors.whole import check_whole
 
 
 def documented_scale_shape(form: Any, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
@@ -47,17 +46,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
     def _with_gemm_swizzled_scales(self) -> bool:
         return False
 
-    def _adopt_all(
-        self, dtype: torch.dtype, form: Any, given: Buffers, quantizer: Any, options: tuple[Any, ...] = ()
-    ) -> None:
-        self._hold(dtype, form, Buffers(), quantizer, options)
-        for name, t in zip(Buffers._fields, given, strict=True):
-            self._adopt(f"_{name}", t)
-        check_whole(type(self).__name__, form, tuple(self.shape), self._buffers)
-
-    def _four(self) -> dict[str, Any]:
+    def _given(self) -> dict[str, Any]:
+        """What all their constructors take."""
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-        return {n: getattr(self, f"_{n}") for n in names}
+        return {**{n: getattr(self, f"_{n}") for n in names}, "quantizer": self._quantizer, "fake_dtype": self._dtype}
 
     # FSDP2 gathers along the rows, so every buffer that it moves has to lie along them.
 

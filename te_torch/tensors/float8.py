@@ -24,11 +24,10 @@ from te_torch.tensors.pickling import rebuilt
 from te_torch.tensors.scales import scale_of, start_from
 from te_torch.tensors.sharding import Shards
 from te_torch.tensors.storage import QuantizedTensorStorage
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, Memory, Part, Place
-from te_torch.tensors.whole import check_whole
 
 _catching_up = RLock()  # of transposes that have fallen behind
 
@@ -52,21 +51,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
         data_transpose: torch.Tensor | None = None,
         quantizer: Any = None,
     ) -> None:
-        if data is not None:
-            self._shape = tuple(data.shape)
-        elif data_transpose is not None:
-            self._shape = (*data_transpose.shape[1:], data_transpose.shape[0])
-        else:
-            self._shape = (0,)
-        self._given(data, fp8_scale_inv, fp8_dtype, fake_dtype or torch.float32, data_transpose, quantizer)
-
-    def _given(self, data: Any, scale: Any, fp8_dtype: Any, dtype: torch.dtype, turned: Any, quantizer: Any) -> None:
-        self._hold(dtype, Format(fp8(fp8_dtype)), Buffers(), quantizer, ())
-        self._adopt("_row_data", data)
-        self._adopt("_col_data", turned)
-        scale = scale if scale is None or scale.ndim == 1 else scale.reshape(-1)
-        given = Buffers(self._row_data, scale, None, self._col_data, scale)
-        self._set_buffers(check_whole(type(self).__name__, self._format, tuple(self.shape), given))
+        given = Buffers(data, fp8_scale_inv, None, data_transpose, fp8_scale_inv)
+        self._take(fake_dtype or torch.float32, Format(fp8(fp8_dtype)), given, quantizer)
 
     def _set_buffers(self, buffers: Buffers) -> None:
         """One scale serves both copies: that which lies behind the columnwise data, if there is one."""
@@ -363,23 +349,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     """A tensor in FP8 with one scale."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        data: torch.Tensor | None,
-        fp8_scale_inv: torch.Tensor,
-        fp8_dtype: Any,
-        fake_dtype: torch.dtype | None = None,
-        data_transpose: torch.Tensor | None = None,
-        quantizer: Any = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        self._given(data, fp8_scale_inv, fp8_dtype, dtype, data_transpose, quantizer)
+    __init__ = constructor(Float8TensorStorage)
 
     def _core_facts(self, device: Any) -> Any:
         if self._col_data is not None:
@@ -471,8 +441,7 @@ class Float8Quantizer(_PerTensor):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.scale = scale
         self.amax = amax
-        self.dtype = DType.cast(fp8_dtype)
-        fp8(self.dtype)
+        self.dtype = of_core(fp8(fp8_dtype))
 
     def over(self, scale: torch.Tensor | None, amax: torch.Tensor | None) -> Any:
         """A copy that reads and raises these; of None: the rule alone."""
@@ -542,8 +511,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
             if given is not None and given is not False:
                 deprecated(f"Float8CurrentScalingQuantizer: {name}", "none: the argument has no effect")
         self._check(amax_epsilon, with_amax_reduction=with_amax_reduction, force_pow_2_scales=force_pow_2_scales)
-        self.dtype = DType.cast(fp8_dtype)
-        fp8(self.dtype)
+        self.dtype = of_core(fp8(fp8_dtype))
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
         self.force_pow_2_scales = force_pow_2_scales

@@ -17,7 +17,7 @@ from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_s
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType, fp8, of_core
 from te_torch.tensors.pickling import rebuilt
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 
 
 class Float8BlockwiseQTensorStorage(BlockScaledStorage):
@@ -38,15 +38,8 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         fake_dtype: torch.dtype | None = None,
         data_format: Any = None,
     ) -> None:
-        if rowwise_data is not None:
-            self._shape = tuple(rowwise_data.shape)
-        elif columnwise_data is not None:
-            self._shape = (*columnwise_data.shape[1:], columnwise_data.shape[0])
-        else:
-            self._shape = (0,)
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
-        form = Format(fp8(fp8_dtype), "block", is_2D_scaled)
-        self._adopt_all(fake_dtype or torch.float32, form, given, quantizer)
+        self._take(fake_dtype or torch.float32, Format(fp8(fp8_dtype), "block", is_2D_scaled), given, quantizer)
 
     @property
     def _fp8_dtype(self) -> DType:
@@ -63,39 +56,13 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
 
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
-        return {
-            **self._four(),
-            "fp8_dtype": self._fp8_dtype,
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-            "is_2D_scaled": self._is_2D_scaled,
-        }
+        return {**self._given(), "fp8_dtype": self._fp8_dtype, "is_2D_scaled": self._is_2D_scaled}
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  # type: ignore[misc]
     """A tensor in FP8 with a scale for each block."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None,
-        fp8_dtype: Any,
-        quantizer: Any = None,
-        is_2D_scaled: bool = False,
-        fake_dtype: torch.dtype | None = None,
-        data_format: Any = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
-        self._adopt_all(dtype, Format(fp8(fp8_dtype), "block", is_2D_scaled), given, quantizer)
+    __init__ = constructor(Float8BlockwiseQTensorStorage)
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -124,8 +91,7 @@ class Float8BlockQuantizer(Quantizer):
                 "1 (1x128) or 2 (128x128)",
                 "correct it",
             )
-        self.dtype = DType.cast(fp8_dtype)
-        fp8(self.dtype)
+        self.dtype = of_core(fp8(fp8_dtype))
         self.amax_epsilon = amax_epsilon
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim

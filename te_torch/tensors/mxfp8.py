@@ -16,7 +16,7 @@ from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_s
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType, fp8, of_core
 from te_torch.tensors.pickling import rebuilt
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 
 
 class MXFP8TensorStorage(BlockScaledStorage):
@@ -36,15 +36,10 @@ class MXFP8TensorStorage(BlockScaledStorage):
         with_gemm_swizzled_scales: bool = False,
         fake_dtype: torch.dtype | None = None,
     ) -> None:
-        first = rowwise_data if rowwise_data is not None else columnwise_data
-        self._shape = (0,) if first is None else tuple(first.shape)
+        refuse_swizzled(type(self).__name__, with_gemm_swizzled_scales)
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
-        self._given(fake_dtype or torch.float32, fp8_dtype, given, quantizer, with_gemm_swizzled_scales)
-
-    def _given(self, dtype: torch.dtype, fp8_dtype: Any, given: Buffers, quantizer: Any, swizzled: bool) -> None:
-        refuse_swizzled(type(self).__name__, swizzled)
-        tiled = bool(quantizer is not None and getattr(quantizer, "with_2d_quantization", False))
-        self._adopt_all(dtype, Format(fp8(fp8_dtype), "mxfp8", tiled), given, quantizer)
+        tiled = bool(getattr(quantizer, "with_2d_quantization", False))
+        self._take(fake_dtype or torch.float32, Format(fp8(fp8_dtype), "mxfp8", tiled), given, quantizer)
 
     @property
     def _fp8_dtype(self) -> DType:
@@ -58,13 +53,7 @@ class MXFP8TensorStorage(BlockScaledStorage):
 
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
-        return {
-            **self._four(),
-            "fp8_dtype": self._fp8_dtype,
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-            "with_gemm_swizzled_scales": False,
-        }
+        return {**self._given(), "fp8_dtype": self._fp8_dtype, "with_gemm_swizzled_scales": False}
 
 
 def refuse_swizzled(name: str, swizzled: bool) -> None:
@@ -76,26 +65,7 @@ def refuse_swizzled(name: str, swizzled: bool) -> None:
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # type: ignore[misc]
     """A tensor in MXFP8."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None,
-        fp8_dtype: Any,
-        quantizer: Any = None,
-        with_gemm_swizzled_scales: bool = False,
-        fake_dtype: torch.dtype | None = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
-        self._given(dtype, fp8_dtype, given, quantizer, with_gemm_swizzled_scales)
+    __init__ = constructor(MXFP8TensorStorage)
 
 
 class MXFP8Quantizer(Quantizer):
@@ -109,8 +79,7 @@ class MXFP8Quantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._check(with_2d_quantization=with_2d_quantization)
-        self.dtype = DType.cast(fp8_dtype)
-        fp8(self.dtype)
+        self.dtype = of_core(fp8(fp8_dtype))
         self.with_2d_quantization = with_2d_quantization
 
     @property

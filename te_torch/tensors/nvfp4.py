@@ -20,7 +20,7 @@ from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType
 from te_torch.tensors.mxfp8 import refuse_swizzled
 from te_torch.tensors.pickling import rebuilt
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 
 
 class NVFP4TensorStorage(BlockScaledStorage):
@@ -45,28 +45,13 @@ class NVFP4TensorStorage(BlockScaledStorage):
         nvfp4_e4m3_max: int = 448,
         fake_dtype: torch.dtype | None = None,
     ) -> None:
-        if rowwise_data is not None:
-            self._shape = (*rowwise_data.shape[:-1], 2 * rowwise_data.shape[-1])
-        elif columnwise_data is not None:
-            self._shape = (2 * columnwise_data.shape[-1], columnwise_data.shape[0])
-        else:
-            self._shape = (0,)
+        refuse_swizzled(type(self).__name__, with_gemm_swizzled_scales)
         given = Buffers(
             rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_data, columnwise_scale_inv, amax_columnwise
         )
-        rules = (with_gemm_swizzled_scales, row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max)
-        self._given(fake_dtype or torch.float32, given, quantizer, *rules)
-
-    def _given(
-        self, dtype: torch.dtype, given: Buffers, quantizer: Any, swizzled: bool, row_scaled: bool, four: bool, top: int
-    ) -> None:
-        refuse_swizzled(type(self).__name__, swizzled)
-        tiled = bool(quantizer is not None and getattr(quantizer, "with_2d_quantization", False))
-        form = Format(dtypes.float4_e2m1, "nvfp4", tiled, row_scaled, top)
-        self._adopt_all(dtype, form, given, quantizer, (four,))
-
-    def _adopt(self, name: str, t: torch.Tensor | None) -> None:
-        super()._adopt(name, t.reshape(-1) if t is not None and t.ndim != 1 and name.endswith("amax") else t)
+        tiled = bool(getattr(quantizer, "with_2d_quantization", False))
+        form = Format(dtypes.float4_e2m1, "nvfp4", tiled, row_scaled_nvfp4, nvfp4_e4m3_max)
+        self._take(fake_dtype or torch.float32, form, given, quantizer, (nvfp4_use_4over6,))
 
     _amax_rowwise, _amax_columnwise = buffer("_row_amax"), buffer("_col_amax")
 
@@ -115,12 +100,10 @@ class NVFP4TensorStorage(BlockScaledStorage):
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
         return {
-            **self._four(),
+            **self._given(),
             "amax_rowwise": self._row_amax,
             "amax_columnwise": self._col_amax,
             "fp4_dtype": self._fp4_dtype,
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
             "with_gemm_swizzled_scales": False,
             "row_scaled_nvfp4": self._row_scaled_nvfp4,
             "nvfp4_use_4over6": self._nvfp4_use_4over6,
@@ -131,34 +114,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
 class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
     """A tensor in NVFP4."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None,
-        amax_rowwise: torch.Tensor | None,
-        amax_columnwise: torch.Tensor | None,
-        fp4_dtype: Any = DType.kFloat4E2M1,
-        quantizer: Any = None,
-        with_gemm_swizzled_scales: bool = False,
-        row_scaled_nvfp4: bool = False,
-        nvfp4_use_4over6: bool = False,
-        nvfp4_e4m3_max: int = 448,
-        fake_dtype: torch.dtype | None = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        given = Buffers(
-            rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_data, columnwise_scale_inv, amax_columnwise
-        )
-        rules = (with_gemm_swizzled_scales, row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max)
-        self._given(dtype, given, quantizer, *rules)
+    __init__ = constructor(NVFP4TensorStorage)
 
 
 class NVFP4Quantizer(Quantizer):

@@ -57,8 +57,7 @@ def tell_of_shards(t: Any, whole: Any) -> None:
     found = _being_sharded()
     if found is not None and found[2] is not None:
         t._note_shards(found[2])
-        if hasattr(whole, "_memory"):
-            t._memory.state = whole._memory.state
+        t._memory.state = whole._memory.state
 
 
 class Sharded:
@@ -267,9 +266,7 @@ class Arrived(OfOneTensor):
 
 def _held(t: Any) -> tuple[torch.Tensor | None, ...]:
     """The buffers of a tensor that has any of its own, as they are held."""
-    if getattr(t, "_format", None) is None:
-        return ()
-    return (t._row_data, t._row_scale, t._row_amax, t._col_data, t._col_scale, t._col_amax)
+    return () if t._format is None else (t._row_data, t._row_scale, t._row_amax, t._col_data, t._col_scale, t._col_amax)
 
 
 def _starts_as(t: torch.Tensor, held: torch.Tensor) -> bool:

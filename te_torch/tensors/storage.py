@@ -33,6 +33,7 @@ from te_torch.tensors.sharding import first_rows, same_memory
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, CoreViews, Look, Memory, Part, Place, Seen
+from te_torch.tensors.whole import check_whole
 
 
 class QuantizedTensorStorage:
@@ -45,7 +46,7 @@ class QuantizedTensorStorage:
     _INNER_TENSORS: ClassVar[tuple[str, ...]] = NAMES
     _WIDTH: ClassVar[int] = 1  # elements a byte
     _dtype: torch.dtype
-    _format: Format
+    _format: Format  # None of what holds no buffers of a format of the core
     _options: tuple[Any, ...]
     _quantizer: Any
     _shape: tuple[int, ...]
@@ -68,21 +69,37 @@ class QuantizedTensorStorage:
         cls,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        form: Format,
-        buffers: Buffers,
+        form: Any,
+        buffers: Any,
         quantizer: Any = None,
         options: tuple[Any, ...] = (),
         place: Place | None = None,
+        device: Any = None,
     ) -> Any:
         made = object.__new__(cls)
         made._shape = shape
         made._hold(dtype, form, buffers, quantizer, options)
         return made
 
-    def _hold(self, dtype: torch.dtype, form: Format, buffers: Buffers, quantizer: Any, options: tuple) -> None:
+    def _hold(self, dtype: torch.dtype, form: Any, buffers: Any, quantizer: Any, options: tuple[Any, ...]) -> None:
         self._dtype, self._format, self._quantizer, self._options = dtype, form, quantizer, options
         self._looks, self._memory, self._seen = {}, Memory(), WHOLE
         self._set_buffers(buffers)
+
+    def _take(self, dtype: torch.dtype, form: Format, given: Buffers, quantizer: Any, options: tuple = ()) -> None:
+        """Hold buffers that somebody gave, if they are all of a tensor."""
+        row, column = given.row_data, given.col_data
+        if row is None and column is not None and form.transposed:
+            rows = column.shape[1:] if self._WIDTH == 1 else (self._WIDTH * column.shape[-1],)
+            self._shape = (*rows, *column.shape[:1])
+        else:
+            data = column if row is None else row
+            shape = (0,) if data is None else tuple(data.shape)
+            self._shape = shape if self._WIDTH == 1 or data is None else (*shape[:-1], self._WIDTH * shape[-1])
+        self._hold(dtype, form, Buffers(), quantizer, options)
+        for name, t in zip(NAMES, given, strict=True):
+            self._adopt(name, t)
+        self._set_buffers(check_whole(type(self).__name__, form, tuple(self.shape), self._buffers))
 
     # -------------------------------------------------------------------------------------------- buffers
 
@@ -154,7 +171,8 @@ class QuantizedTensorStorage:
     def _adopt(self, name: str, t: torch.Tensor | None) -> None:
         """Hold a buffer that somebody gave, as the matrix that the core reads; it is shown as it was given."""
         if t is None or name not in ("_row_data", "_col_data"):
-            setattr(self, name, t)
+            flat = t is not None and t.ndim != 1 and (name.endswith("amax") or self._format.scaling == "tensor")
+            setattr(self, name, t.reshape(-1) if flat else t)  # type: ignore[union-attr]
         else:
             data = t if t.dtype is torch.uint8 else t.view(torch.uint8)
             setattr(self, name, self._as_matrix(data, name == "_col_data" and self._format.transposed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -60,13 +61,14 @@ class QuantizedTensor(QuantizedTorch):
         cls,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        form: Format,
-        buffers: Buffers,
+        form: Any,
+        buffers: Any,
         quantizer: Any = None,
         options: tuple[Any, ...] = (),
         *,
         requires_grad: bool = False,
         place: Place | None = None,
+        device: Any = None,
     ) -> Any:
         first = buffers.row_data if buffers.row_data is not None else buffers.col_data
         stride, offset = place or (None, 0)
@@ -75,7 +77,7 @@ class QuantizedTensor(QuantizedTorch):
             shape,
             dtype,
             requires_grad=requires_grad,
-            device=None if first is None else first.device,
+            device=device if first is None else first.device,
             stride=stride,
             storage_offset=offset,
         )
@@ -287,6 +289,29 @@ class QuantizedTensor(QuantizedTorch):
 
     def __format__(self, spec: str) -> str:
         return format(self.detach().dequantize(), spec) if self.ndim == 0 else repr(self)
+
+
+def constructor(storage: type) -> Any:
+    """The `__init__` of a tensor class: the arguments of its storage's, below those of every tensor."""
+
+    def __init__(  # noqa: N807
+        self: Any,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        requires_grad: bool = False,
+        device: Any = None,
+        stride: Any = None,
+        storage_offset: int = 0,
+        **held: Any,
+    ) -> None:
+        storage.__init__(self, **{**held, "fake_dtype": dtype})  # type: ignore[misc]
+        del self._shape  # torch has it
+
+    told, own = signature(__init__), signature(storage).parameters.values()
+    of_torch = [*told.parameters.values()][:-1]
+    __init__.__signature__ = told.replace(parameters=[*of_torch[:3], *own, *of_torch[3:]])  # type: ignore[attr-defined]
+    return __init__
 
 
 class _Dequantize(torch.autograd.Function):
