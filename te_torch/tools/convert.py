@@ -357,17 +357,13 @@ def _found(module: nn.Module) -> _Swap | str | None:
         return _foreign(module, how)
     if not isinstance(module, _SINGLE):
         return None
-    return _obstacle(module) or (_linear(module) if isinstance(module, nn.Linear) else _norm(module))
-
-
-def _obstacle(module: nn.Module) -> str:
-    """What keeps a layer from being taken for what its class says, or its parameters from being taken over."""
     if nn.utils.parametrize.is_parametrized(module):
         return "it is parametrized"
     if type(module) not in _SINGLE:
         base = next(kind for kind in _SINGLE if isinstance(module, kind))
         return f"a subclass of nn.{base.__name__}, whose forward may differ"
-    return _attached(module) or _parameters_unfit(module)
+    unfit = _attached(module) or _parameters_unfit(module)
+    return unfit or (_linear(module) if isinstance(module, nn.Linear) else _norm(module))
 
 
 def _attached(module: nn.Module) -> str:
@@ -455,9 +451,9 @@ def _fused(sequence: nn.Sequential) -> _Swap | str | None:
     """The fused module of norm, linear or norm, linear, activation, linear."""
     members = list(sequence._modules.items())
     kinds = [member for _, member in members]
-    if len(kinds) not in (2, 4) or not _is_norm(kinds[0]) or not isinstance(kinds[1], nn.Linear):
+    if len(kinds) not in (2, 4) or not all(isinstance(linear, nn.Linear) for linear in kinds[1::2]):
         return None
-    if len(kinds) == 4 and not isinstance(kinds[3], nn.Linear):
+    if not isinstance(kinds[0], tuple(_NORMS)) and registered(type(kinds[0])) is None:
         return None
     attached = _attached(sequence)
     if attached:
@@ -473,10 +469,6 @@ def _fused(sequence: nn.Sequential) -> _Swap | str | None:
     if misfit:
         return f"not fused: {misfit}"
     return _norm_linear(parts) if len(kinds) == 2 else _norm_mlp(parts, kinds[2])
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, tuple(_NORMS)) or registered(type(module)) is not None
 
 
 def _norm_options(norm: _Swap) -> dict[str, Any]:
@@ -533,15 +525,12 @@ def _in_words(recipe: Recipe) -> str:
     if precision.factory is not None:
         return f"{name}: the operands are what its factory answers for each module"
     roles = (("input", precision.input), ("weight", precision.weight), ("gradient", precision.grad))
-    lines = [f"{name}: " + ", ".join(f"{role} {_operand(operand)}" for role, operand in roles)]
+    held = ((role, "in high precision" if o is None else f"{o.format} ({o.scaling})") for role, o in roles)
+    lines = [f"{name}: " + ", ".join(f"{role} {how}" for role, how in held)]
     able, reason = recipe_support(recipe)
     if not able:
         lines.append(f"on this machine: {reason}")
     return "\n".join(lines)
-
-
-def _operand(operand: Operand | None) -> str:
-    return "in high precision" if operand is None else f"{operand.format} ({operand.scaling})"
 
 
 def _meaning(products: tuple[tuple[int, int], ...], precision: Precision | None) -> str:
