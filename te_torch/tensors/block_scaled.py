@@ -35,16 +35,13 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     _rowwise_data, _columnwise_data = buffer("_row_data"), buffer("_col_data")
     _rowwise_scale_inv, _columnwise_scale_inv = buffer("_row_scale"), buffer("_col_scale")
+    _with_gemm_swizzled_scales = property(lambda self: False)
 
     def _show(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         if not name.endswith("scale"):
             return super()._show(name, buffer)
         rows, columns = documented_scale_shape(self._format, self._matrix(), name == "_col_scale")
         return buffer if buffer.shape == (rows, columns) else buffer[:rows, :columns]
-
-    @property
-    def _with_gemm_swizzled_scales(self) -> bool:
-        return False
 
     def _given(self) -> dict[str, Any]:
         """What all their constructors take."""

@@ -19,7 +19,7 @@ from te_torch.runtime import runtime_for, to_core, to_torch
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
 from te_torch.tensors.buffers import Buffers, matrix_of, matrix_of_data, memory_of, packed
-from te_torch.tensors.dtype import DType, fp8, of_core
+from te_torch.tensors.dtype import DType, TE_DType_To_Torch, fp8, of_core
 from te_torch.tensors.pickling import rebuilt
 from te_torch.tensors.scales import scale_of, start_from
 from te_torch.tensors.sharding import Shards
@@ -27,7 +27,7 @@ from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor, constructor
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
-from te_torch.tensors.views import WHOLE, Memory, Part, Place
+from te_torch.tensors.views import WHOLE, Memory, Part
 
 _catching_up = RLock()  # of transposes that have fallen behind
 
@@ -39,7 +39,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
     """
 
     _CHANGES = True
-    _shards: Shards | None = None  # of a parameter that is spread over processes
 
     def __init__(
         self,
@@ -243,19 +242,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
         made._by_itself()._seen = WHOLE
         return made
 
-    def _like(
-        self,
-        shape: Sequence[int],
-        buffers: Buffers,
-        dtype: torch.dtype | None = None,
-        place: Place | None = None,
-        kind: Any = None,
-    ) -> Any:
-        made = super()._like(shape, buffers, dtype, place, kind)
-        if self._shards is not None:
-            made._shards = self._shards
-        return made
-
     def _takes_bytes_of(self, src: Any) -> bool:
         """Also of a source without transpose: a shard must keep the scale of the whole (FSDP2 copies it so)."""
         return (
@@ -359,13 +345,8 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     # What a quantizer of delayed scaling reads and raises are inputs of a compiled program, not its constants: programs
     # are shared by tensors that differ in them.
 
-    @property
-    def _scale_to_read(self) -> torch.Tensor:
-        return self._quantizer.scale
-
-    @property
-    def _amax_to_raise(self) -> torch.Tensor:
-        return self._quantizer.amax
+    _scale_to_read = property(lambda self: self._quantizer.scale)
+    _amax_to_raise = property(lambda self: self._quantizer.amax)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names, meta = super().__tensor_flatten__()
@@ -415,16 +396,14 @@ class _PerTensor(Quantizer):
         """The cast in operators that ONNX knows: the data as uint8, with `onnx_scale_inv` beside it."""
         scale = self._onnx_scale(tensor)
         top = self.dtype.core.max
-        kind = torch.float8_e4m3fn if self.dtype is DType.kFloat8E4M3 else torch.float8_e5m2
-        data = (tensor.float() * scale).clamp(-top, top).to(kind).view(torch.uint8)
+        data = (tensor.float() * scale).clamp(-top, top).to(TE_DType_To_Torch[self.dtype]).view(torch.uint8)
         return Float8Tensor(
             tensor.shape, tensor.dtype, data=data, fp8_scale_inv=1 / scale, fp8_dtype=self.dtype, quantizer=self.copy()
         )
 
     def onnx_dequantize(self, tensor: Any) -> torch.Tensor:
         """The values of what `onnx_quantize` gave, in operators that ONNX knows."""
-        kind = torch.float8_e4m3fn if self.dtype is DType.kFloat8E4M3 else torch.float8_e5m2
-        return (tensor._data.view(kind).float() * tensor._scale_inv).to(tensor.dtype)
+        return (tensor._data.view(TE_DType_To_Torch[self.dtype]).float() * tensor._scale_inv).to(tensor.dtype)
 
     def _onnx_scale(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

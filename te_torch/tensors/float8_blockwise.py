@@ -15,7 +15,7 @@ from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer
 from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
-from te_torch.tensors.dtype import DType, fp8, of_core
+from te_torch.tensors.dtype import fp8, of_core
 from te_torch.tensors.pickling import rebuilt
 from te_torch.tensors.tensor import QuantizedTensor, constructor
 
@@ -41,13 +41,8 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
         self._take(fake_dtype or torch.float32, Format(fp8(fp8_dtype), "block", is_2D_scaled), given, quantizer)
 
-    @property
-    def _fp8_dtype(self) -> DType:
-        return of_core(self._format.dtype)
-
-    @property
-    def _is_2D_scaled(self) -> bool:  # noqa: N802
-        return self._format.tiled
+    _fp8_dtype = property(lambda self: of_core(self._format.dtype))
+    _is_2D_scaled = property(lambda self: self._format.tiled)  # noqa: N815
 
     def _build_default_quantizer(self) -> Any:
         return Float8BlockQuantizer(

@@ -19,7 +19,7 @@ from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, QuantizerRequest
 from te_torch.tensors.buffers import NAMES, Buffers, form_of
 from te_torch.tensors.identity import IdentityQuantizer, IdentityTensorStorage
-from te_torch.tensors.pickling import put_together
+from te_torch.tensors.pickling import marked, put_together
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor, constructor
 from te_torch.tensors.tracing import AsConstant
@@ -35,6 +35,15 @@ class Parts(NamedTuple):
 
     row_data: Any = None
     col_data: Any = None
+
+
+def _part_at(index: int) -> Any:
+    """A copy's storage under its documented name, which may be assigned."""
+
+    def put(self: Any, storage: Any) -> None:
+        self._parts = self._parts._replace(**{Parts._fields[index]: storage})
+
+    return property(lambda self: self._parts[index], put)
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
@@ -53,8 +62,12 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         first = rowwise_storage if rowwise_storage is not None else columnwise_storage
         self._shape = (0,) if first is None else tuple(first.shape)
         dtype = fake_dtype or (torch.float32 if first is None else first._dtype)
-        parts = Parts(rowwise_storage, columnwise_storage)
-        self._hold(dtype, None, parts, _own(type(self).__name__, quantizer), ())
+        if not isinstance(quantizer, HybridQuantizer):
+            raise TypeError(
+                f"{type(self).__name__}: quantizer is {quantizer!r}. Allowed: a HybridQuantizer, which has one for "
+                "each copy. To do: pass the one that made the storages."
+            )
+        self._hold(dtype, None, Parts(rowwise_storage, columnwise_storage), quantizer.copy(), ())
 
     @property
     def rowwise_sub_storage(self) -> Any:
@@ -66,21 +79,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """What holds the columnwise copy."""
         return self._parts[1]
 
-    @property
-    def _rowwise_storage(self) -> Any:
-        return self._parts[0]
-
-    @_rowwise_storage.setter
-    def _rowwise_storage(self, storage: Any) -> None:
-        self._parts = self._parts._replace(row_data=storage)
-
-    @property
-    def _columnwise_storage(self) -> Any:
-        return self._parts[1]
-
-    @_columnwise_storage.setter
-    def _columnwise_storage(self, storage: Any) -> None:
-        self._parts = self._parts._replace(col_data=storage)
+    _rowwise_storage, _columnwise_storage = _part_at(0), _part_at(1)
 
     def _build_default_quantizer(self) -> Any:
         row, column = (IdentityQuantizer() if p is None else p._get_quantizer().copy() for p in self._parts)
@@ -105,9 +104,6 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         parts = Parts(*[None if p is None else p._like(shape, p._buffers, dtype) for p in buffers])
         nominal = dtype or self._dtype
         return (kind or self)._of(tuple(shape), nominal, None, parts, quantizer, place=place, device=self.device)
-
-    def _share_looks(self, made: Any) -> None:
-        """Each copy shows its own buffers."""
 
     def flatten_inner(self) -> list[torch.Tensor]:
         """The buffers of the rowwise copy, then those of the columnwise one."""
@@ -312,13 +308,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return ", ".join("None" if p is None else type(p).__name__ for p in self._parts)
 
 
-def _buffer_of(index: int, name: str) -> property:
-    return property(lambda self: getattr(self._parts[index], name))
-
-
 for _i, _side in enumerate(_SIDES):  # inner tensors have to be attributes for tracing compilers
     for _name in _SUB_NAMES:
-        setattr(HybridQuantizedTensorStorage, f"_{_side}_part{_name}", _buffer_of(_i, _name))
+        _buffer = property(lambda self, i=_i, name=_name: getattr(self._parts[i], name))  # type: ignore[misc]
+        setattr(HybridQuantizedTensorStorage, f"_{_side}_part{_name}", _buffer)
 
 
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # type: ignore[misc]
@@ -456,16 +449,6 @@ def _one_copy(quantizer: Quantizer, tensor: torch.Tensor) -> Any:
     return _internal(quantizer).quantize_impl(tensor)
 
 
-def _own(operation: str, quantizer: Any) -> HybridQuantizer:
-    """The copy of its quantizer that a tensor keeps."""
-    if not isinstance(quantizer, HybridQuantizer):
-        raise TypeError(
-            f"{operation}: quantizer is {quantizer!r}. Allowed: a HybridQuantizer, which has one for each copy. To do: "
-            "pass the one that made the storages."
-        )
-    return quantizer.copy()
-
-
 def _make_hybrid_quantized_tensor_in_reduce_ex(
     dtype: torch.dtype, shape: Any, row: Any, column: Any, quantizer: Any, requires_grad: bool, is_param: bool
 ) -> Any:
@@ -481,10 +464,7 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
 
     with loading():
         made = HybridQuantizedTensor._of(tuple(shape), dtype, None, Parts(part(row), part(column)), quantizer)
-        made.requires_grad_(requires_grad)
-        if is_param:
-            made._is_param = True
-        return made
+        return marked(made, requires_grad, is_param)
 
 
 kinds.enter(

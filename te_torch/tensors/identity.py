@@ -13,6 +13,7 @@ from te_torch.runtime import to_core
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, _dense
 from te_torch.tensors.buffers import Buffers
+from te_torch.tensors.pickling import marked
 from te_torch.tensors.storage import QuantizedTensorStorage, old_or_new
 from te_torch.tensors.tensor import QuantizedTensor, constructor
 from te_torch.tensors.tracing import AsConstant
@@ -32,9 +33,6 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         self._shape = (0,) if hp_data is None else tuple(hp_data.shape)
         dtype = fake_dtype or (torch.float32 if hp_data is None else hp_data.dtype)
         self._hold(dtype, None, Buffers(hp_data), quantizer, ())
-
-    def _share_looks(self, made: Any) -> None:
-        """The values are shown as they are."""
 
     @property
     def _buffers(self) -> Buffers:
@@ -242,10 +240,8 @@ def _make_identity_tensor_in_reduce_ex(
     with loading():
         if tuple(hp_data.shape) != tuple(shape) or not dtype.is_floating_point:
             raise TypeError(f"values of shape {tuple(hp_data.shape)} for {tuple(shape)} in {dtype}")
-        made = IdentityTensor._of(tuple(shape), dtype, None, Buffers(hp_data), quantizer).requires_grad_(requires_grad)
-        if is_param:
-            made._is_param = True
-        return made
+        made = IdentityTensor._of(tuple(shape), dtype, None, Buffers(hp_data), quantizer)
+        return marked(made, requires_grad, is_param)
 
 
 kinds.enter(kinds.Kind(IdentityTensorStorage, IdentityTensor, _make_identity_tensor_in_reduce_ex), IdentityQuantizer)

@@ -41,9 +41,7 @@ class MXFP8TensorStorage(BlockScaledStorage):
         tiled = bool(getattr(quantizer, "with_2d_quantization", False))
         self._take(fake_dtype or torch.float32, Format(fp8(fp8_dtype), "mxfp8", tiled), given, quantizer)
 
-    @property
-    def _fp8_dtype(self) -> DType:
-        return of_core(self._format.dtype)
+    _fp8_dtype = property(lambda self: of_core(self._format.dtype))
 
     def _build_default_quantizer(self) -> Any:
         return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._format.tiled, **self.get_usages())

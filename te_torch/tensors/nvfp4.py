@@ -55,21 +55,10 @@ class NVFP4TensorStorage(BlockScaledStorage):
 
     _amax_rowwise, _amax_columnwise = buffer("_row_amax"), buffer("_col_amax")
 
-    @property
-    def _fp4_dtype(self) -> DType:
-        return DType.kFloat4E2M1
-
-    @property
-    def _row_scaled_nvfp4(self) -> bool:
-        return self._format.row_scaled
-
-    @property
-    def _nvfp4_use_4over6(self) -> bool:
-        return bool(self._options and self._options[0])
-
-    @property
-    def _nvfp4_e4m3_max(self) -> int:
-        return self._format.bound
+    _fp4_dtype = property(lambda self: DType.kFloat4E2M1)
+    _row_scaled_nvfp4 = property(lambda self: self._format.row_scaled)
+    _nvfp4_use_4over6 = property(lambda self: bool(self._options and self._options[0]))
+    _nvfp4_e4m3_max = property(lambda self: self._format.bound)
 
     def _build_default_quantizer(self) -> Any:
         made = NVFP4Quantizer(

@@ -29,7 +29,7 @@ from te_torch.tensors.buffers import (
     rows_of,
     without,
 )
-from te_torch.tensors.sharding import first_rows, same_memory
+from te_torch.tensors.sharding import Shards, first_rows, same_memory
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, CoreViews, Look, Memory, Part, Place, Seen
@@ -53,16 +53,17 @@ class QuantizedTensorStorage:
     _core_views: CoreViews | None = None
     _CHANGES: ClassVar[bool] = False  # whether a change in place needs no more than `changing.Kept` knows
     _kept: Any = None  # by it
+    _shards: Shards | None = None  # of a parameter that is spread over processes
     _group_of_shards: Any = None  # the processes that agree on the maximum of the values, if several do
     _looks: dict[str, Look]
     _memory: Memory
     _seen: Seen = WHOLE
-    _row_data: Any
-    _row_scale: Any
-    _row_amax: Any
-    _col_data: Any
-    _col_scale: Any
-    _col_amax: Any
+    _row_data: Any = None
+    _row_scale: Any = None
+    _row_amax: Any = None
+    _col_data: Any = None
+    _col_scale: Any = None
+    _col_amax: Any = None
 
     @classmethod
     def _of(
@@ -144,25 +145,20 @@ class QuantizedTensorStorage:
             if buffer is not None and buffer is getattr(made, name):
                 made._looks[name] = self._look(name, buffer)
 
-    def _show(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """The documented view of a buffer, made now: data without padding."""
-        if name == "_row_data" or (name == "_col_data" and not self._format.transposed):
-            return self._show_row(buffer)
-        return self._show_turned(buffer) if name == "_col_data" else buffer
-
-    def _show_row(self, data: torch.Tensor) -> torch.Tensor:
-        """Data in the tensor's shape."""
-        m, k = self._matrix()
-        k = -(-k // self._WIDTH)
-        shape = (*self.shape[:-1], -(-self.shape[-1] // self._WIDTH)) if self.shape else ()
-        if data.shape == shape:
+    def _show(self, name: str, data: torch.Tensor) -> torch.Tensor:
+        """The documented view of a buffer, made now: data without padding, in the tensor's shape. Transposed data is
+        [K, ...], or [K, M / 2] where a byte holds two.
+        """
+        if not name.endswith("data"):
             return data
-        whole = data[:m, :k]
-        return whole if self._folded() and not whole.is_contiguous() else whole.view(shape)
-
-    def _show_turned(self, data: torch.Tensor) -> torch.Tensor:
-        """Transposed data: [K, ...], or [K, M / 2] where a byte holds two."""
         m, k = self._matrix()
+        if name == "_row_data" or not self._format.transposed:
+            k = -(-k // self._WIDTH)
+            shape = (*self.shape[:-1], -(-self.shape[-1] // self._WIDTH)) if self.shape else ()
+            if data.shape == shape:
+                return data
+            whole = data[:m, :k]
+            return whole if self._folded() and not whole.is_contiguous() else whole.view(shape)
         m = -(-m // self._WIDTH)
         leading = (m,) if self._folded() or self._WIDTH > 1 else self.shape[:-1]
         shape = (k, *leading) if self.shape else ()
@@ -430,6 +426,8 @@ class QuantizedTensorStorage:
         nominal = dtype or self._dtype
         made = (kind or self)._of(tuple(shape), nominal, self._format, buffers, quantizer, self._options, place=place)
         made._memory = self._memory
+        if self._shards is not None:
+            made._shards = self._shards
         if tuple(shape) == tuple(self.shape):
             made._seen = self._seen
             self._share_looks(made)

@@ -11,7 +11,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from te_core.errors import ArgumentError
-from te_core.quantized import Format
 from te_core.tape.walk import Facts
 from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import pickling
