@@ -25,6 +25,11 @@ def documented_scale_shape(form: Any, shape: Sequence[int], columnwise: bool) ->
     return pieces(form, (m, k), columnwise).scale  # type: ignore[return-value]
 
 
+def scale_shape(self: Any, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+    """The shape of the scales of a tensor."""
+    return documented_scale_shape(self.format, shape, columnwise)
+
+
 def buffer(name: str) -> Any:
     """A buffer under its documented name: it is shown without padding, and what is assigned to it is adopted."""
     return property(lambda self: self._shown(name), lambda self, t: self._adopt(name, t))

@@ -115,8 +115,7 @@ def keeps(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """Mark a function as what these operators do with quantized tensors."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for operator in operators:
-            _KEEPING[operator] = function
+        _KEEPING.update(dict.fromkeys(operators, function))
         return function
 
     return register

@@ -13,7 +13,7 @@ from te_core.quantized import Format
 from te_core.recipe import Float8BlockScaling
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer
-from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
+from te_torch.tensors.block_scaled import BlockScaledStorage, scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import fp8, of_core
 from te_torch.tensors.pickling import rebuilt
@@ -102,9 +102,7 @@ class Float8BlockQuantizer(Quantizer):
         m, k = matrix_of(inp.shape)
         return inp.ndim >= 2 and m % 128 == 0 and k % 128 == 0
 
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-        """The shape of the scales of a tensor."""
-        return documented_scale_shape(self.format, shape, columnwise)
+    get_scale_shape = scale_shape
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the columnwise data."""

@@ -243,14 +243,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """These buffers, and for each copy what else the gathered one needs."""
         each = [None if p is None else p.fsdp_extract_buffers() for p in self._parts]
-        metadata = {
-            "field_names": self.fsdp_buffer_fields(),
-            "usages": self.get_usages(),
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-            "rowwise": each[0] and each[0][1],
-            "columnwise": each[1] and each[1][1],
-        }
+        metadata = {**self._to_all(), "rowwise": each[0] and each[0][1], "columnwise": each[1] and each[1][1]}
         return [t for e in each if e is not None for t in e[0]], metadata
 
     def _each_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Iterator[tuple[Any, ...]]:

@@ -135,13 +135,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """The values, and what else the gathered tensor needs."""
         assert self._hp_data is not None
-        metadata = {
-            "field_names": self.fsdp_buffer_fields(),
-            "usages": self.get_usages(),
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-        }
-        return [self._hp_data.contiguous()], metadata
+        return [self._hp_data.contiguous()], self._to_all()
 
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
         """Hold gathered values in the place of those that are here."""

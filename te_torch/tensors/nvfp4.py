@@ -15,7 +15,7 @@ from te_core.recipe import NVFP4BlockScaling
 from te_core.spelling import choice_error
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
-from te_torch.tensors.block_scaled import BlockScaledStorage, buffer, documented_scale_shape
+from te_torch.tensors.block_scaled import BlockScaledStorage, buffer, scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType
 from te_torch.tensors.mxfp8 import refuse_swizzled
@@ -217,9 +217,7 @@ class NVFP4Quantizer(Quantizer):
         m, k = matrix_of(inp.shape)
         return inp.ndim >= 2 and m % 16 == 0 and k % 16 == 0 and not self.row_scaled_nvfp4
 
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-        """The shape of the scales of a tensor."""
-        return documented_scale_shape(self.format, shape, columnwise)
+    get_scale_shape = scale_shape
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the values that the columnwise data holds (two a byte)."""

@@ -89,14 +89,12 @@ class QuantizedTensorStorage:
 
     def _take(self, dtype: torch.dtype, form: Format, given: Buffers, quantizer: Any, options: tuple = ()) -> None:
         """Hold buffers that somebody gave, if they are all of a tensor."""
-        row, column = given.row_data, given.col_data
-        if row is None and column is not None and form.transposed:
-            rows = column.shape[1:] if self._WIDTH == 1 else (self._WIDTH * column.shape[-1],)
-            self._shape = (*rows, *column.shape[:1])
-        else:
-            data = column if row is None else row
-            shape = (0,) if data is None else tuple(data.shape)
-            self._shape = shape if self._WIDTH == 1 or data is None else (*shape[:-1], self._WIDTH * shape[-1])
+        data = given.row_data if given.row_data is not None else given.col_data
+        shape = (0,) if data is None else tuple(data.shape)
+        if self._WIDTH > 1:
+            shape = (*shape[:-1], self._WIDTH * shape[-1])
+        turned = form.transposed and given.row_data is None
+        self._shape = (*shape[1:], shape[0]) if turned else shape
         self._hold(dtype, form, Buffers(), quantizer, options)
         for name, t in zip(NAMES, given, strict=True):
             self._adopt(name, t)
@@ -534,16 +532,17 @@ class QuantizedTensorStorage:
 
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """These buffers, dense and without padding, and what else the gathered tensor needs."""
-        fields = self.fsdp_buffer_fields()
-        metadata = {
-            "field_names": fields,
-            "usages": {"rowwise": self._row_data is not None, "columnwise": self._col_data is not None},
+        metadata = {**self._to_all(), "format": self._format, "options": self._options}
+        return [self._to_gather(n).contiguous() for n in metadata["field_names"]], metadata
+
+    def _to_all(self) -> dict[str, Any]:
+        """What a gathered tensor of any format needs besides the buffers."""
+        return {
+            "field_names": self.fsdp_buffer_fields(),
+            "usages": self.get_usages(),
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
-            "format": self._format,
-            "options": self._options,
         }
-        return [self._to_gather(n).contiguous() for n in fields], metadata
 
     def _to_gather(self, field: str) -> torch.Tensor:
         return getattr(self, field)

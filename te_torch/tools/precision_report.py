@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.layers.linear import LinearSpec
-from te_core.tensor import CPU, cuda_device
+from te_core.tensor import CPU, Device, cuda_device
 from te_core.tools.explain import OUTSIDE, PRODUCTS, GemmFacts, explain_attention, explain_linear
 from te_torch.attention import choose, flash
 from te_torch.attention.dot_product import DotProductAttention
@@ -122,9 +122,8 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
             continue
         for part, spec, weight in _linears(module):
             layer, idle_flags = f"{name}{part}", module.flags_without_effect() if spec.parallel is None else ""
-            place = cuda_device(weight.get_device()) if weight.is_cuda else CPU
             held_as = core_of(weight).format if isinstance(weight, QuantizedTorch) else None
-            for facts in explain_linear(spec, place, held_as):
+            for facts in explain_linear(spec, _place(weight), held_as):
                 rows.append(Row(layer, facts._replace(reason="; ".join(filter(None, (facts.reason, idle_flags))))))
     return PrecisionReport(rows, idle)
 
@@ -151,3 +150,7 @@ def _products(module: DotProductAttention, plan: Plan) -> list[GemmFacts]:
     backward = choose.FLASH2 if plan.run is flash.run_backward_only and rule is None else forward
     families = forward, backward if any(plan.layer.needs) else None
     return explain_attention(plan.request.dtype, rule, place, families, emulated)
+
+
+def _place(weight: torch.Tensor) -> Device:
+    return cuda_device(weight.get_device()) if weight.is_cuda else CPU
