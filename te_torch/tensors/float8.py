@@ -524,14 +524,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
         return True
 
 
+@kinds.made_by(Float8TensorStorage, Float8Tensor, Float8Quantizer, Float8CurrentScalingQuantizer, scaling="tensor")
 def _make_float8_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles a `Float8Tensor`."""
     return rebuilt(Float8Tensor, *args)
-
-
-kinds.enter(
-    kinds.Kind(Float8TensorStorage, Float8Tensor, _make_float8_tensor_in_reduce_ex),
-    Float8Quantizer,
-    Float8CurrentScalingQuantizer,
-    scaling="tensor",
-)

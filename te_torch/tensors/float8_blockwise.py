@@ -113,13 +113,7 @@ class Float8BlockQuantizer(Quantizer):
         return True
 
 
+@kinds.made_by(Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor, Float8BlockQuantizer, scaling="block")
 def _make_float8_blockwise_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles a `Float8BlockwiseQTensor`."""
     return rebuilt(Float8BlockwiseQTensor, *args)
-
-
-kinds.enter(
-    kinds.Kind(Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor, _make_float8_blockwise_tensor_in_reduce_ex),
-    Float8BlockQuantizer,
-    scaling="block",
-)

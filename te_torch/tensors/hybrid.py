@@ -442,6 +442,7 @@ def _one_copy(quantizer: Quantizer, tensor: torch.Tensor) -> Any:
     return _internal(quantizer).quantize_impl(tensor)
 
 
+@kinds.made_by(HybridQuantizedTensorStorage, HybridQuantizedTensor, HybridQuantizer)
 def _make_hybrid_quantized_tensor_in_reduce_ex(
     dtype: torch.dtype, shape: Any, row: Any, column: Any, quantizer: Any, requires_grad: bool, is_param: bool
 ) -> Any:
@@ -458,9 +459,3 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
     with loading():
         made = HybridQuantizedTensor._of(tuple(shape), dtype, None, Parts(part(row), part(column)), quantizer)
         return marked(made, requires_grad, is_param)
-
-
-kinds.enter(
-    kinds.Kind(HybridQuantizedTensorStorage, HybridQuantizedTensor, _make_hybrid_quantized_tensor_in_reduce_ex),
-    HybridQuantizer,
-)

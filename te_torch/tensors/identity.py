@@ -227,6 +227,7 @@ class IdentityQuantizer(Quantizer):
         return True
 
 
+@kinds.made_by(IdentityTensorStorage, IdentityTensor, IdentityQuantizer)
 def _make_identity_tensor_in_reduce_ex(
     hp_data: torch.Tensor, dtype: torch.dtype, shape: Any, quantizer: Any, requires_grad: bool, is_param: bool
 ) -> Any:
@@ -236,6 +237,3 @@ def _make_identity_tensor_in_reduce_ex(
             raise TypeError(f"values of shape {tuple(hp_data.shape)} for {tuple(shape)} in {dtype}")
         made = IdentityTensor._of(tuple(shape), dtype, None, Buffers(hp_data), quantizer)
         return marked(made, requires_grad, is_param)
-
-
-kinds.enter(kinds.Kind(IdentityTensorStorage, IdentityTensor, _make_identity_tensor_in_reduce_ex), IdentityQuantizer)

@@ -129,11 +129,7 @@ class MXFP8Quantizer(Quantizer):
         return True
 
 
+@kinds.made_by(MXFP8TensorStorage, MXFP8Tensor, MXFP8Quantizer, scaling="mxfp8")
 def _make_mxfp8_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles an `MXFP8Tensor`."""
     return rebuilt(MXFP8Tensor, *args)
-
-
-kinds.enter(
-    kinds.Kind(MXFP8TensorStorage, MXFP8Tensor, _make_mxfp8_tensor_in_reduce_ex), MXFP8Quantizer, scaling="mxfp8"
-)

@@ -234,11 +234,7 @@ class NVFP4Quantizer(Quantizer):
         return not self.stochastic_rounding
 
 
+@kinds.made_by(NVFP4TensorStorage, NVFP4Tensor, NVFP4Quantizer, scaling="nvfp4")
 def _make_nvfp4_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles an `NVFP4Tensor`."""
     return rebuilt(NVFP4Tensor, *args)
-
-
-kinds.enter(
-    kinds.Kind(NVFP4TensorStorage, NVFP4Tensor, _make_nvfp4_tensor_in_reduce_ex), NVFP4Quantizer, scaling="nvfp4"
-)

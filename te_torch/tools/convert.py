@@ -197,19 +197,17 @@ class _Swap:
         return [p for key, (_, p) in self.parameters.items() if self.products and key in _WEIGHTS]
 
 
+@dataclass
 class _Swaps:
-    def __init__(
-        self, filter: Filter | None, precision: Precision | None, held: Operand | None, heads: set[nn.Module]
-    ) -> None:
-        self.rows: list[Conversion] = []
-        self.keys: dict[str, str] = {}
-        self.places: list[tuple[nn.Module, str, nn.Module, _Swap, str]] = []
-        self.ours: set[int] = set()  # layers that were converted before
-        self._filter = filter
-        self._precision = precision
-        self._held = held
-        self._heads = heads
-        self._decided: dict[tuple[int, str], _Swap | None] = {}  # by place: a shared parent is met more than once
+    filter: Filter | None
+    precision: Precision | None
+    held: Operand | None
+    heads: set[nn.Module]
+    rows: list[Conversion] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+    places: list[tuple[nn.Module, str, nn.Module, _Swap, str]] = field(default_factory=list)
+    ours: set[int] = field(default_factory=set)  # layers that were converted before
+    decided: dict[tuple[int, str], _Swap | None] = field(default_factory=dict)  # by place: shared parents come again
 
     def keep(self, name: str, module: nn.Module, why: str) -> None:
         self.rows.append(Conversion(name, _was(module), "", why))
@@ -223,9 +221,9 @@ class _Swaps:
             if child is None:
                 continue
             name, place = f"{prefix}{key}", (id(parent), key)
-            if place not in self._decided:
-                self._decided[place] = self._decide(parent, key, child, name)
-            swap = self._decided[place]
+            if place not in self.decided:
+                self.decided[place] = self._decide(parent, key, child, name)
+            swap = self.decided[place]
             if swap is None:
                 self.visit(child, f"{name}.")
                 continue
@@ -255,9 +253,9 @@ class _Swaps:
         plain = [p for p in swap.weights() if id(p) not in held]
         if plain:
             return f"weight in high precision: it is shared with {names.get(id(plain[0]), 'others')}"
-        if not swap.products or self._held is None:
+        if not swap.products or self.held is None:
             return ""
-        return f"weight held as {self._held.format}"
+        return f"weight held as {self.held.format}"
 
     def _decide(self, parent: nn.Module, key: str, child: nn.Module, name: str) -> _Swap | None:
         found = _found(child)
@@ -268,14 +266,14 @@ class _Swaps:
             return None
         if isinstance(parent, _READERS):
             found = f"{type(parent).__name__} reads its weights and may never call it"
-        elif isinstance(found, _Swap) and not self._heads.isdisjoint(child.modules()):
-            found = _HEAD if child in self._heads else "not fused: its last layer is the head"
-        elif isinstance(found, _Swap) and self._filter is not None and not self._filter(name, child):
+        elif isinstance(found, _Swap) and not self.heads.isdisjoint(child.modules()):
+            found = _HEAD if child in self.heads else "not fused: its last layer is the head"
+        elif isinstance(found, _Swap) and self.filter is not None and not self.filter(name, child):
             found = "the filter said no"
         if isinstance(found, str):
             self.keep(name, child, found)
             return None
-        note = _meaning(found.products, self._precision)
+        note = _meaning(found.products, self.precision)
         self.rows.append(Conversion(name, _was(child), found.kind.__name__, note))
         self.places.append((parent, key, child, found, name))
         return found
