@@ -64,21 +64,13 @@ class QuantizedTensor(QuantizedTorch):
         buffers: Any,
         quantizer: Any = None,
         options: tuple[Any, ...] = (),
-        *,
-        requires_grad: bool = False,
         place: Place | None = None,
         device: Any = None,
     ) -> Any:
         first = buffers.row_data if buffers.row_data is not None else buffers.col_data
         stride, offset = place or (None, 0)
         made = QuantizedTensor.__new__(
-            cls,
-            shape,
-            dtype,
-            requires_grad=requires_grad,
-            device=device if first is None else first.device,
-            stride=stride,
-            storage_offset=offset,
+            cls, shape, dtype, device=device if first is None else first.device, stride=stride, storage_offset=offset
         )
         made._hold(dtype, form, buffers, quantizer, options)
         return made
