@@ -169,7 +169,8 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # type: ignore[mi
     ) -> Any:
         """Lies as the values do, unless it is a view that says otherwise."""
         first: Any = buffers.row_data
-        return super()._of(shape, dtype, form, buffers, *more, place=place or (first.stride(), 0), **named)
+        place = place or (first.stride(), 0)
+        return super()._of(shape, dtype, form, buffers, *more, place=place, **named)  # type: ignore[misc]
 
     def clear(self) -> None:
         """Let go of the values."""
