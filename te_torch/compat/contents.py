@@ -47,16 +47,6 @@ ROOT = "transformer_engine"
 #: Of the API that the name stands for; ours is beside it, as `__te_runtime__`.
 VERSION = "2.20.0"
 
-_MODULES = (
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "RMSNorm",
-)
 _ATTENTION = ("DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding")
 _ROPE = ("apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb")
 _CACHES = ("KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager")
@@ -75,14 +65,6 @@ _CHECKS = (
     "get_fp4_te_dtype",
     "get_fp8_max",
 )
-_MOE = (
-    "moe_permute",
-    "moe_permute_with_probs",
-    "moe_permute_and_pad_with_probs",
-    "moe_unpermute",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-)
 _SAVING = (
     "QuantizedTensor",
     "QuantizedTensorStorage",
@@ -90,23 +72,6 @@ _SAVING = (
     "prepare_for_saving",
     "restore_from_saved",
     "restore_from_func_ctx",
-)
-_GRAPHS = (
-    "graph_pool_handle",
-    "is_graph_capturing",
-    "make_graphed_callables",
-    "restore_fp8_tensors",
-    "save_fp8_tensors",
-    "set_capture_end",
-    "set_capture_start",
-)
-_TENSOR_UTILS = (
-    "replace_raw_data",
-    "quantize_master_weights",
-    "cast_master_weights_to_fp8",
-    "post_all_gather_processing",
-    "clear_columnwise_cache",
-    "is_custom",
 )
 _RECOMPUTE = (
     "activation_recompute_forward",
@@ -123,24 +88,6 @@ _RNG = (
     "is_graph_safe_rng_state",
     "set_all_rng_states",
 )
-_RANKS = (
-    "get_distributed_rank",
-    "get_distributed_world_size",
-    "initialize_affine_weight_gpu",
-    "set_tensor_model_parallel_attributes",
-)
-_COLLECTIVES = (
-    "allreduce",
-    "gather_along_first_dim",
-    "gather_split_1d_tensor",
-    "get_symmetric_memory_tensor",
-    "reduce_scatter_along_first_dim",
-    "release_symm_mem_pool",
-    "split_tensor_into_1d_equal_chunks",
-    "symm_mem_alloc",
-    "symmetric_all_reduce",
-)
-_FSDP = ("FullyShardedDataParallel", "prepare_te_modules_for_fsdp")
 _OVERLAP = (
     "UserBufferQuantizationMode",
     "destroy_ub",
@@ -169,10 +116,10 @@ def _of(module: ModuleType, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-def _ending(module: ModuleType, *ends: str) -> dict[str, Any]:
-    """What the module defines under documented names that end so."""
-    found = (n for n in vars(module) if n.endswith(ends) and (n[0] != "_" or n.startswith("_make_")))
-    return {n: v for n in found if (v := getattr(module, n)).__module__ == module.__name__}
+def _defined(module: ModuleType, *ends: str) -> dict[str, Any]:
+    """What a module defines under documented names (that end so): all its public ones, and what unpickles tensors."""
+    found = (n for n in vars(module) if n.endswith(ends or "") and (n[0] != "_" or n.startswith("_make_")))
+    return {n: v for n in found if getattr(v := getattr(module, n), "__module__", None) == module.__name__}
 
 
 _FORMATS = {
@@ -192,7 +139,7 @@ _OLDER_REGIONS = {
     "fp8_model_init": te_torch.fp8_model_init,
     "get_default_fp8_recipe": te_torch.get_default_recipe,
 }
-_MAKERS = {n: v for module in _FORMATS.values() for n, v in _ending(module, "_in_reduce_ex").items()}
+_MAKERS = {n: v for module in _FORMATS.values() for n, v in _defined(module, "_in_reduce_ex").items()}
 _DOT_PRODUCT = _of(_dot_product, ("DotProductAttention", "_attention_backends"))
 
 DEFINED: dict[str, dict[str, Any]] = {
@@ -212,14 +159,14 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.constants": _of(_constants, _constants.__all__),
     "pytorch.cpu_offload": _of(_offload, _offload.__all__),
     "pytorch.cross_entropy": _of(te_torch, ("parallel_cross_entropy",)),
-    "pytorch.custom_recipes.quantizer_factories": _ending(quantizer_factories, "_factory"),
-    "pytorch.custom_recipes.quantizer_factory_zoo": _ending(quantizer_factory_zoo, "_factory"),
+    "pytorch.custom_recipes.quantizer_factories": _defined(quantizer_factories, "_factory"),
+    "pytorch.custom_recipes.quantizer_factory_zoo": _defined(quantizer_factory_zoo, "_factory"),
     "pytorch.distributed": _of(_checkpoint, _RECOMPUTE)
     | _of(_rng, _RNG)
-    | _of(_collectives, _RANKS + _COLLECTIVES)
-    | _of(_fsdp, _FSDP)
+    | _defined(_collectives)
+    | _defined(_fsdp)
     | {"checkpoint": te_torch.checkpoint},
-    "pytorch.graph": _of(_graphs, _GRAPHS),
+    "pytorch.graph": _defined(_graphs),
     "pytorch.export": _of(_export, _export.__all__),
     "pytorch.jit": _of(_jit, _jit.__all__),
     "pytorch.module.base": {
@@ -240,7 +187,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.module.linear": _of(te_torch, ("Linear",)),
     "pytorch.module.rmsnorm": _of(te_torch, ("RMSNorm",)),
     "pytorch.optimizers": _of(_optimizers, [n for n in _optimizers.__all__ if n not in _optimizers.OURS]),
-    "pytorch.permutation": _of(te_torch, _MOE),
+    "pytorch.permutation": _of(te_torch, [n for n in te_torch.__all__ if n.startswith("moe_")]),
     "pytorch.ops": _stand_ins.refusing("pytorch.ops")
     | {"is_op_fuser_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path},
     "pytorch.quantization": _of(te_torch, (*_AVAILABLE, *_REGIONS, *_REQUESTS))
@@ -248,19 +195,21 @@ DEFINED: dict[str, dict[str, Any]] = {
     | _OLDER_REGIONS,
     "pytorch.quantized_tensor": _of(te_torch, _SAVING),
     **{
-        f"pytorch.tensor.{name}_tensor": _ending(module, "Tensor", "Quantizer", "_in_reduce_ex")
+        f"pytorch.tensor.{name}_tensor": _defined(module, "Tensor", "Quantizer", "_in_reduce_ex")
         for name, module in _FORMATS.items()
     },
     **{
-        f"pytorch.tensor.storage.{name}_tensor_storage": _ending(module, "Storage") for name, module in _FORMATS.items()
+        f"pytorch.tensor.storage.{name}_tensor_storage": _defined(module, "Storage")
+        for name, module in _FORMATS.items()
     },
     "pytorch.router": _stand_ins.refusing("pytorch.router") | _of(_constants, ("RoutingMapFormat",)),
-    "pytorch.tensor.utils": _of(_tensor_utils, _TENSOR_UTILS),
+    "pytorch.tensor.utils": _defined(_tensor_utils),
     "pytorch.torch_version": _of(_utils, ("torch_version",)),
     "pytorch.transformer": _of(te_torch, ("TransformerLayer",)),
     "pytorch.utils": _of(te_torch, _DEVICE) | _of(_utils, _utils.__all__),
 }
 
+_MODULES = [place for place in DEFINED if place.startswith("pytorch.module.") and place != "pytorch.module.base"]
 GATHERED: dict[str, dict[str, Any]] = {
     "": {
         "__version__": VERSION,
@@ -288,7 +237,7 @@ GATHERED: dict[str, dict[str, Any]] = {
         **_OLDER_REGIONS,
         "split_and_copy": _utils.split_and_copy,
     },
-    "pytorch.module": _of(te_torch, _MODULES)
+    "pytorch.module": {n: v for place in _MODULES for n, v in DEFINED[place].items()}
     | {"is_module_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path}
     | _of(_overlap, ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub")),
     "pytorch.optimizers.fused_adam": _of(_optimizers, ("FusedAdam",)),

@@ -101,13 +101,7 @@ class FusedAdam(FusedOptimizer):
         self.store_param_remainders = store_param_remainders
         self._formats = Formats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, store_param_remainders)
         self._note_set_grad_none(set_grad_none)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, defaults)
         self._known: dict[torch.Tensor, Known] = {}
         self._states = States(self.state, self._formats, master_weights)
@@ -151,7 +145,15 @@ class FusedAdam(FusedOptimizer):
             skip = None
         for group, lists in work:
             self._count(group, skip)
-            self._step_group(group, lists, factor, skip)
+            for (device, kinds), some in lists.items():
+                rule = self._rule(group, device, factor, skip)
+                rt = runtime_for(some[0][1].m.owner)
+                if kinds[1] is None:
+                    self._step_quantized(rt, some, rule)
+                    continue
+                ops.adam(rt, [tensors for _, tensors in some], rule)
+                for p, tensors in some:
+                    changed(p, tensors.param.owner)  # type: ignore[union-attr]
         return loss
 
     def _of_scaler(self, scaler: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -192,23 +194,6 @@ class FusedAdam(FusedOptimizer):
             kinds = tuple([None if t is None else t.dtype for t in tensors[:5]])
             lists.setdefault((grad.device, kinds), []).append((p, tensors))
         return lists
-
-    def _step_group(
-        self,
-        group: dict[str, Any],
-        lists: dict[Any, list[tuple[Any, AdamTensors]]],
-        factor: torch.Tensor | None,
-        skip: torch.Tensor | None,
-    ) -> None:
-        for (device, kinds), some in lists.items():
-            rule = self._rule(group, device, factor, skip)
-            rt = runtime_for(some[0][1].m.owner)
-            if kinds[1] is None:
-                self._step_quantized(rt, some, rule)
-                continue
-            ops.adam(rt, [tensors for _, tensors in some], rule)
-            for p, tensors in some:
-                changed(p, tensors.param.owner)  # type: ignore[union-attr]
 
     def _step_quantized(self, rt: Runtime, some: list[tuple[Any, AdamTensors]], rule: AdamRule) -> None:
         """Masters, and the bytes of their parameters: in one pass where the scale is given or of a tile. Others are

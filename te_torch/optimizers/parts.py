@@ -72,16 +72,6 @@ def number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def check_group(operation: str, group: dict[str, Any]) -> None:
-    """The options of a group are what a step can compute with."""
-    betas = group.get("betas", (0.0, 0.0))
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ArgumentError(operation, f"betas={betas!r}", "two numbers", "correct betas")
-    given = {name: group[name] for name in _NUMBERS if name in group}
-    check_numbers(operation, **{"betas[0]": betas[0], "betas[1]": betas[1]}, **given)
-    check_flags(operation, **{name: group[name] for name in ("bias_correction", "nesterov") if name in group})
-
-
 def refuse_quantized(operation: str, p: Any, allowed: str, do: str) -> None:
     """Refuse to update a quantized parameter. An optimizer may be made with one, that others then exchange."""
     if isinstance(local(p), QuantizedTorch):
@@ -105,7 +95,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, operation: str, group: dict[str, Any]) -> None:
         """The options of a group are what a step can compute with."""
-        check_group(operation, group)
+        betas = group.get("betas", (0.0, 0.0))
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ArgumentError(operation, f"betas={betas!r}", "two numbers", "correct betas")
+        given = {name: group[name] for name in _NUMBERS if name in group}
+        check_numbers(operation, **{"betas[0]": betas[0], "betas[1]": betas[1]}, **given)
+        check_flags(operation, **{name: group[name] for name in ("bias_correction", "nesterov") if name in group})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """A group of parameters, with options that may differ from the optimizer's."""

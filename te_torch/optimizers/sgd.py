@@ -40,13 +40,7 @@ class FusedSGD(FusedOptimizer):
     ) -> None:
         self.wd_after_momentum, self.materialize_master_grads = wd_after_momentum, materialize_master_grads
         self._note_set_grad_none(set_grad_none)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
+        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, defaults)
 
     def _check_group(self, operation: str, group: dict[str, Any]) -> None:
@@ -67,7 +61,19 @@ class FusedSGD(FusedOptimizer):
         work = [(group, self._lists(group)) for group in self.param_groups]
         for group, lists in work:
             for (_, first, *_), some in lists.items():
-                self._run(group, first, some, factor)
+                rule = SgdRule(
+                    number(group["lr"]),
+                    group["momentum"],
+                    group["dampening"],
+                    group["weight_decay"],
+                    group["nesterov"],
+                    first_run=first,
+                    decay_last=self.wd_after_momentum,
+                    grad_scale=factor,
+                )
+                ops.sgd(runtime_for(some[0][1].param.owner), [tensors for _, tensors in some], rule)
+                for p, tensors in some:
+                    changed(p, tensors.param.owner)
         return loss
 
     def _lists(self, group: dict[str, Any]) -> dict[Any, list[tuple[Any, SgdTensors]]]:
@@ -84,21 +90,6 @@ class FusedSGD(FusedOptimizer):
             key = (mine.device, first, *[None if t is None else t.dtype for t in tensors])
             lists.setdefault(key, []).append((p, tensors))
         return lists
-
-    def _run(self, group: dict[str, Any], first: bool, some: list[tuple[Any, SgdTensors]], factor: float) -> None:
-        rule = SgdRule(
-            number(group["lr"]),
-            group["momentum"],
-            group["dampening"],
-            group["weight_decay"],
-            group["nesterov"],
-            first_run=first,
-            decay_last=self.wd_after_momentum,
-            grad_scale=factor,
-        )
-        ops.sgd(runtime_for(some[0][1].param.owner), [tensors for _, tensors in some], rule)
-        for p, tensors in some:
-            changed(p, tensors.param.owner)
 
     def get_momentums(self, params: Iterable[Any]) -> tuple[list[Any], bool]:
         """(the momentum buffers of some parameters, whether they were made now)."""

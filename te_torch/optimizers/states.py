@@ -73,15 +73,12 @@ class States:
             self.initialize(p)
         return state
 
-    def _has_master(self, mine: torch.Tensor) -> bool:
-        plain_float32 = mine.dtype is torch.float32 and not isinstance(mine, QuantizedTorch)
-        return self._masters and not plain_float32
-
     def initialize(self, p: Any, remainders: bool | None = None) -> None:
         """Moments of zeros, and the master that the parameter is the rounding of."""
         formats, state, mine = self._formats, self.of[p], local(p).detach()
         remainders = formats.remainders if remainders is None else remainders
-        for name in NAMES if self._has_master(mine) else MOMENTS:
+        plain_float32 = mine.dtype is torch.float32 and not isinstance(mine, QuantizedTorch)
+        for name in NAMES if self._masters and not plain_float32 else MOMENTS:
             dtype = formats.of(name, mine, remainders)
             state[name] = like(p, torch.zeros(mine.shape, dtype=dtype, device=mine.device))
             if TO_CORE[dtype] in LIMITS and p not in self.scales:
@@ -154,15 +151,12 @@ class States:
             if values is None or name not in state:
                 continue
             if local(state[name]).dtype is torch.int16 and local(values).dtype is not torch.int16:
-                self._split(p, values)
+                # A float32 master as the parameter and the remainder.
+                bits = local(values).to(local(p).device, torch.float32).view(torch.int32)
+                low = (bits & 0xFFFF).to(torch.int16)
+                high = (bits >> 16) + (low < 0)
+                local(state[name]).copy_(low)
+                with torch.no_grad():
+                    local(p).copy_(high.to(torch.int16).view(torch.bfloat16))
             else:
                 self.write(p, name, values)
-
-    def _split(self, p: Any, values: Any) -> None:
-        """A float32 master as the parameter and the remainder."""
-        bits = local(values).to(local(p).device, torch.float32).view(torch.int32)
-        low = (bits & 0xFFFF).to(torch.int16)
-        high = (bits >> 16) + (low < 0)
-        local(self.of[p][MASTER]).copy_(low)
-        with torch.no_grad():
-            local(p).copy_(high.to(torch.int16).view(torch.bfloat16))

@@ -1,5 +1,8 @@
 """Quantized tensors that torch can hold, and the quantizers that make them. `__all__` is what users import."""
 
+import torch
+
+from te_torch.tensors import kinds
 from te_torch.tensors import pickling as pickling
 from te_torch.tensors.base import (
     DelayedScalingRequest,
@@ -32,24 +35,8 @@ from te_torch.tensors.wrap import quantizer_of as quantizer_of
 
 def get_all_tensor_types() -> list[type]:
     """Every class of plain and quantized tensors and storages."""
-    import torch
-
-    return [
-        torch.Tensor,
-        torch.nn.Parameter,
-        Float8Tensor,
-        Float8TensorStorage,
-        MXFP8Tensor,
-        MXFP8TensorStorage,
-        Float8BlockwiseQTensor,
-        Float8BlockwiseQTensorStorage,
-        NVFP4Tensor,
-        NVFP4TensorStorage,
-        HybridQuantizedTensor,
-        HybridQuantizedTensorStorage,
-        IdentityTensor,
-        IdentityTensorStorage,
-    ]
+    of_kinds = [cls for kind in kinds.KINDS for cls in (kind.tensor, kind.storage)]
+    return [torch.Tensor, torch.nn.Parameter, *of_kinds]
 
 
 __all__ = [

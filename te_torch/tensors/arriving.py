@@ -33,20 +33,18 @@ class Arriving:
 
 def has_one_scale(t: Any) -> bool:
     """Whether a tensor is FP8 with one scale."""
-    form = getattr(t, "_format", None)
-    return form is not None and form.scaling == "tensor" and t._scale_inv is not None
+    return t._format is not None and t._format.scaling == "tensor" and t._scale_inv is not None
 
 
 def is_part(t: Any) -> bool:
     """Whether a tensor is a part of one with one scale, beside other values."""
-    form = getattr(t, "_format", None)
-    return form is not None and form.scaling == "tensor" and t._shares_scale()
+    return t._format is not None and t._format.scaling == "tensor" and t._shares_scale()
 
 
 def write(part: Any, came: Any, values: torch.Tensor) -> None:
     """Write what came, whose values these are, to a part; and all that came, once it is the whole tensor."""
     part._update(part._build_default_quantizer(), values, None)  # no new maximum: it was quantized before
-    alike = getattr(came, "_format", None) is part._format and came.shape == part.shape
+    alike = came._format is part._format and came.shape == part.shape
     if not alike or part._row_data is None or came._row_data is None:
         return
     memory = part._memory

@@ -156,11 +156,9 @@ class Quantizer:
     def _wrap(self, buffers: Buffers, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Any:
         kind = kinds.of_format(self.format)
         quantizer = self.copy()
-        if self.internal:
-            return kind.storage._of(tuple(shape), dtype, self.format, buffers, quantizer, self._options())
-        return kind.tensor._of(
-            tuple(shape), dtype, self.format, buffers, quantizer, self._options(), requires_grad=requires_grad
-        )
+        cls = kind.storage if self.internal else kind.tensor
+        made = cls._of(tuple(shape), dtype, self.format, buffers, quantizer, self._options())
+        return made.requires_grad_() if requires_grad and not self.internal else made
 
     def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Quantize `src` into the buffers of `dst`; not if `noop_flag` (float32, on the device) is 1."""

@@ -13,7 +13,8 @@ from te_torch.tensors import run
 from te_torch.tensors.buffers import Buffers, matrix_of, with_whole_scales
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.transposing import columnwise_of
-from te_torch.tensors.whole import check_whole
+
+_DOCUMENTED = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
 
 def documented_scale_shape(form: Any, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
@@ -26,6 +27,11 @@ def documented_scale_shape(form: Any, shape: Sequence[int], columnwise: bool) ->
     return pieces(form, (m, k), columnwise).scale  # type: ignore[return-value]
 
 
+def scale_shape(self: Any, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+    """The shape of the scales of a tensor."""
+    return documented_scale_shape(self.format, shape, columnwise)
+
+
 def buffer(name: str) -> Any:
     """A buffer under its documented name: it is shown without padding, and what is assigned to it is adopted."""
     return property(lambda self: self._shown(name), lambda self, t: self._adopt(name, t))
@@ -36,6 +42,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     _rowwise_data, _columnwise_data = buffer("_row_data"), buffer("_col_data")
     _rowwise_scale_inv, _columnwise_scale_inv = buffer("_row_scale"), buffer("_col_scale")
+    _with_gemm_swizzled_scales = property(lambda self: False)
 
     def _show(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         if not name.endswith("scale"):
@@ -43,21 +50,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
         rows, columns = documented_scale_shape(self._format, self._matrix(), name == "_col_scale")
         return buffer if buffer.shape == (rows, columns) else buffer[:rows, :columns]
 
-    @property
-    def _with_gemm_swizzled_scales(self) -> bool:
-        return False
-
-    def _adopt_all(
-        self, dtype: torch.dtype, form: Any, given: Buffers, quantizer: Any, options: tuple[Any, ...] = ()
-    ) -> None:
-        self._hold(dtype, form, Buffers(), quantizer, options)
-        for name, t in zip(Buffers._fields, given, strict=True):
-            self._adopt(f"_{name}", t)
-        check_whole(type(self).__name__, form, tuple(self.shape), self._buffers)
-
-    def _four(self) -> dict[str, Any]:
-        names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-        return {n: getattr(self, f"_{n}") for n in names}
+    def _given(self) -> dict[str, Any]:
+        """What all their constructors take."""
+        buffers = {n: getattr(self, f"_{n}") for n in _DOCUMENTED}
+        return {**buffers, "quantizer": self._quantizer, "fake_dtype": self._dtype}
 
     # FSDP2 gathers along the rows, so every buffer that it moves has to lie along them.
 
@@ -84,27 +80,18 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return self._col_scale[: m // step] if field == "_columnwise_scale_inv" else super()._to_gather(field)
 
     def _of_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any], shape: tuple[int, int]) -> Buffers:
-        given, form = dict(zip(meta["field_names"], gathered, strict=True)), meta["format"]
+        form, fields = meta["format"], zip(meta["field_names"], gathered, strict=True)
         halves = (shape[0], shape[1] // self._WIDTH)
-        data = {n: given[n].view(halves) for n in ("_rowwise_data", "_columnwise_data") if n in given}
+        given = {n: t.view(halves) if n.endswith("data") else t for n, t in fields}
+        row, scale, column, column_scale = (given.get(f"_{n}") for n in _DOCUMENTED)
         if form.scaling == "nvfp4":
-            scale, amax = given["_rowwise_scale_inv"], given["_amax_rowwise"]
-            buffers = with_whole_scales(form, shape, _one_amax(form, shape[1], data["_rowwise_data"], scale, amax))
+            amax = given["_amax_rowwise"]
+            buffers = with_whole_scales(form, shape, _one_amax(form, shape[1], row, scale, amax))  # type: ignore[arg-type]
             # Of the others a layer makes the columnwise copy when backward wants it, and lets it go.
             if meta["usages"]["columnwise"]:
                 return Buffers(*buffers[:3], *columnwise_of(form, shape, buffers)[3:])
             return buffers
-        return with_whole_scales(
-            form,
-            shape,
-            Buffers(
-                data.get("_rowwise_data"),
-                given.get("_rowwise_scale_inv"),
-                None,
-                data.get("_columnwise_data"),
-                given.get("_columnwise_scale_inv"),
-            ),
-        )
+        return with_whole_scales(form, shape, Buffers(row, scale, None, column, column_scale))
 
 
 def _one_amax(form: Format, k: int, row: torch.Tensor, scale: torch.Tensor, amaxes: torch.Tensor) -> Buffers:

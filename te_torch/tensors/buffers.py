@@ -18,7 +18,7 @@ import torch
 from te_core import dtypes
 from te_core.errors import ArgumentError
 from te_core.quantized import Copy, Format, QuantizedTensor, pieces_of, up
-from te_core.tensor import CPU, META, Tensor
+from te_core.tensor import CPU, META
 from te_torch.runtime import piece_to_torch, to_core, to_core_shape
 
 
@@ -71,20 +71,9 @@ def form_of(key: Sequence[Any]) -> Format:
 
 def of_core(q: QuantizedTensor) -> Buffers:
     """torch views of the pieces of a core tensor that a torch runtime made."""
-
-    def piece(t: Tensor | None, data: bool = False) -> torch.Tensor | None:
-        if t is None:
-            return None
-        return piece_to_torch(t, torch.uint8 if data else None)
-
-    return Buffers(
-        piece(q.rowwise, True),
-        piece(q.rowwise_scale),
-        piece(q.rowwise_amax),
-        piece(q.columnwise, True),
-        piece(q.columnwise_scale),
-        piece(q.columnwise_amax),
-    )
+    row = (q.rowwise, torch.uint8), (q.rowwise_scale, None), (q.rowwise_amax, None)
+    column = (q.columnwise, torch.uint8), (q.columnwise_scale, None), (q.columnwise_amax, None)
+    return Buffers(*[None if t is None else piece_to_torch(t, dtype) for t, dtype in (*row, *column)])
 
 
 class Apart(QuantizedTensor):
@@ -116,10 +105,19 @@ def core_of(form: Format, shape: tuple[int, int], buffers: Buffers, shapes_only:
     copies: list[Copy | None] = []
     block, pack = None, None
     for columnwise in (False, True):
-        if buffers.of(columnwise)[0] is None:
+        data, scale, amax = buffers.of(columnwise)
+        if data is None:
             copies.append(None)
             continue
-        data, scale, amax, parts = _pieces(form, shape, buffers, columnwise, shapes_only)
+        if scale is None:  # per tensor, where one scale serves both copies
+            scale = buffers.row_scale
+        parts = pieces_of(META if shapes_only else CPU, form, shape, columnwise)
+        if data.ndim != 2:  # strided data, of which no matrix is a view
+            data = data.reshape(shape[::-1] if columnwise and form.transposed else shape)
+        least = partial(least_of, form, shape, columnwise)
+        data = _fit(data, parts.data, 0, shapes_only, least, 0)
+        scale = _fit(scale, parts.scale, 1 if parts.scale_type is dtypes.float32 else 0, shapes_only, least, 1)
+        amax = None if amax is None else _fit(amax, (parts.amax,), 0, shapes_only)
         convert = to_core_shape if shapes_only else to_core
         core = convert(data)
         core.dtype = parts.data_type
@@ -137,22 +135,6 @@ def core_of(form: Format, shape: tuple[int, int], buffers: Buffers, shapes_only:
     return made
 
 
-def _pieces(
-    form: Format, shape: tuple[int, int], buffers: Buffers, columnwise: bool, shapes_only: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]:
-    """Data, scale and amax of a copy as the core reads them, and what it consists of."""
-    data, scale, amax = buffers.of(columnwise)
-    if scale is None:  # per tensor, where one scale serves both copies
-        scale = buffers.row_scale
-    parts = pieces_of(META if shapes_only else CPU, form, shape, columnwise)
-    if data.ndim != 2:  # strided data, of which no matrix is a view
-        data = data.reshape(shape[::-1] if columnwise and form.transposed else shape)
-    least = partial(least_of, form, shape, columnwise)
-    data = _fit(data, parts.data, 0, shapes_only, lambda: least()[0])
-    scale = _fit(scale, parts.scale, 1 if parts.scale_type is dtypes.float32 else 0, shapes_only, lambda: least()[1])
-    return data, scale, None if amax is None else _fit(amax, (parts.amax,), 0, shapes_only), parts
-
-
 def least_of(form: Format, shape: tuple[int, int], columnwise: bool) -> tuple[tuple[int, int], tuple[int, ...], int]:
     """The shapes of a copy's data and scales without any padding, and how many amaxes it has."""
     m, k = shape
@@ -168,12 +150,17 @@ def least_of(form: Format, shape: tuple[int, int], columnwise: bool) -> tuple[tu
 
 
 def _fit(
-    t: torch.Tensor, shape: tuple[int, ...], fill: int, shapes_only: bool, least: Callable[[], Any] | None = None
+    t: torch.Tensor,
+    shape: tuple[int, ...],
+    fill: int,
+    shapes_only: bool,
+    least: Callable[[], Any] | None = None,
+    which: int = 0,
 ) -> torch.Tensor:
     """The tensor itself if it is dense, of this shape and where a GEMM can read it, else a copy that is.
 
-    What has to be filled up reaches as far as values do: `least` tells how far. Of shapes alone nothing is compared: a
-    compiler would have a program for sizes that have to be padded.
+    What has to be filled up reaches as far as values do: `least` tells how far, under `which`. Of shapes alone nothing
+    is compared: a compiler would have a program for sizes that have to be padded.
     """
     if shapes_only:
         return t.new_empty(shape)
@@ -181,11 +168,12 @@ def _fit(
         t = t.contiguous()
         return t if not t.data_ptr() % (16 if t.numel() > 1 else 4) else t.clone()
     if least is not None and t.ndim == len(shape):
-        if any(n < needed for n, needed in zip(t.shape, least(), strict=True)):
+        needed = least()[which]
+        if any(a < b for a, b in zip(t.shape, needed, strict=True)):
             raise ArgumentError(
                 "a quantized tensor",
                 f"a buffer of shape {tuple(t.shape)} ({t.dtype})",
-                f"{least()}, or that padded: {shape}",
+                f"{needed}, or that padded: {shape}",
                 "set data and scales that belong together, of all values",
             )
     whole = t.new_full(shape, fill)

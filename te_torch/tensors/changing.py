@@ -9,6 +9,7 @@ maximum: those of a list in one message.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,20 @@ from te_torch.tensors.views import OfOneTensor
 _AGREEMENT = "maxima of shards"  # in errors
 
 
+@dataclass(slots=True, eq=False)
 class Kept(OfOneTensor):
     """What all changes of a tensor share, for as long as it has these buffers and this quantizer."""
 
-    __slots__ = ("cast", "group", "kind", "lasting", "nominal", "pointers", "q", "rule", "sort", "views")
+    views: Any
+    q: Any
+    rule: Any
+    nominal: torch.dtype
+    kind: Any
+    group: Any
+    lasting: tuple[torch.Tensor, ...]
+    pointers: tuple[int, ...]
+    cast: Cast
+    sort: tuple[Any, ...]  # what tensors have in common that are quantized in one launch
 
     @classmethod
     def of(cls, t: Any) -> Kept | None:
@@ -51,12 +62,8 @@ class Kept(OfOneTensor):
         rule, q = quantizer.operand, t.to_core()
         if t._core_views is None or rule.format is not t._format:
             return None
-        made = cls()
-        made.views, made.q, made.rule = t._core_views, q, rule
-        made.nominal, made.kind, made.group = t.dtype, TO_CORE[t.dtype], group
-        made.lasting, made.pointers = lasting, tuple([s.data_ptr() for s in lasting])
         scale, amax = [to_core(s.view(1)) for s in lasting] or (None, None)
-        made.cast = Cast(
+        cast = Cast(
             rule.format,
             rowwise=True,
             columnwise=q.columnwise is not None,
@@ -65,19 +72,9 @@ class Kept(OfOneTensor):
             scale=scale,
             amax=amax,
         )
-        made.sort = (first.device, q.shape[1], t.dtype, made.cast.key, rule.epsilon, rule.power_of_two)
-        return made
-
-    cast: Cast
-    group: Any
-    kind: Any
-    lasting: tuple[torch.Tensor, ...]
-    nominal: torch.dtype
-    pointers: tuple[int, ...]
-    q: Any
-    rule: Any
-    sort: tuple[Any, ...]  # what tensors have in common that are quantized in one launch
-    views: Any
+        pointers = tuple([s.data_ptr() for s in lasting])
+        sort = (first.device, q.shape[1], t.dtype, cast.key, rule.epsilon, rule.power_of_two)
+        return cls(t._core_views, q, rule, t.dtype, TO_CORE[t.dtype], group, lasting, pointers, cast, sort)
 
     def fits(self, t: Any) -> bool:
         """Whether a change of the tensor now is one as before."""
@@ -161,8 +158,12 @@ def end_all(changes: Sequence[Change]) -> None:
             change.end()
     for (group, _), some in agreeing.items():
         _agree(group, some, alike)
-    for pairs in alike.values():
-        _quantize_alike(pairs)
+    for pairs in alike.values():  # values of one width and type, by one rule: in one launch where the format has such
+        rt = runtime_for(pairs[0][0].dense)
+        outs = [change.kept.q for change, _ in pairs]  # type: ignore[union-attr]
+        ops.quantize_many(rt, [change.core for change, _ in pairs], [cast for _, cast in pairs], outs=outs)
+        for change, _ in pairs:
+            change.t._wrote()
 
 
 def _agree(group: Any, changes: list[Change], alike: dict[Any, list[tuple[Change, Cast]]]) -> None:
@@ -188,12 +189,3 @@ def _agree(group: Any, changes: list[Change], alike: dict[Any, list[tuple[Change
             quantizer = change.t._quantizer.copy()
             quantizer.agreed = maxima[i : i + 1]
             change.t._update(quantizer, change.dense, None)
-
-
-def _quantize_alike(pairs: Sequence[tuple[Change, Cast]]) -> None:
-    """Quantize values of one width and type by one rule, in one launch where the format has such."""
-    rt = runtime_for(pairs[0][0].dense)
-    outs = [change.kept.q for change, _ in pairs]  # type: ignore[union-attr]
-    ops.quantize_many(rt, [change.core for change, _ in pairs], [cast for _, cast in pairs], outs=outs)
-    for change, _ in pairs:
-        change.t._wrote()

@@ -23,6 +23,7 @@ from te_torch.tensors.views import Part
 
 aten = torch.ops.aten
 _KEEPING: dict[Any, Callable[..., Any]] = {}
+_READ = (QuantizedTorch, list, tuple)  # what may have values to dequantize
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,10 +61,6 @@ def _values(v: Any) -> Any:
     return [t._dense_values(t.dtype) if isinstance(t, QuantizedTorch) else _values(t) for t in v]
 
 
-def _is_read(v: Any) -> bool:
-    return isinstance(v, QuantizedTorch | list | tuple)
-
-
 def _changing(v: Any, changes: list[Change]) -> Any:
     """The same of an argument that the operator changes."""
     if isinstance(v, QuantizedTorch):
@@ -85,7 +82,7 @@ def _changing(v: Any, changes: list[Change]) -> Any:
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on dequantized values; what the operator changed is quantized into the argument that it changed."""
     first_alone, writes, named = _writes(func)
-    if first_alone and isinstance(args[0], QuantizedTorch) and not any([_is_read(v) for v in kwargs.values()]):
+    if first_alone and isinstance(args[0], QuantizedTorch) and not any([isinstance(v, _READ) for v in kwargs.values()]):
         change = Change.of(args[0])
         func(
             change.dense,
@@ -118,8 +115,7 @@ def keeps(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """Mark a function as what these operators do with quantized tensors."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for operator in operators:
-            _KEEPING[operator] = function
+        _KEEPING.update(dict.fromkeys(operators, function))
         return function
 
     return register
@@ -207,10 +203,8 @@ def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
         return NotImplemented
     made = _made_empty(t, shape, kwargs)
     made._zero()
-    if arriving.has_one_scale(t) and arriving.has_one_scale(
-        made
-    ):  # zeros in any: a shard without rows knows its whole's
-        made._scale_inv.copy_(t._scale_inv)
+    if arriving.has_one_scale(t) and arriving.has_one_scale(made):
+        made._scale_inv.copy_(t._scale_inv)  # zeros in any: a shard without rows knows its whole's
     tell_of_shards(made, t)
     return made
 

@@ -18,16 +18,15 @@ from te_torch.runtime import deprecated, runtime_for, to_core, to_torch
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
 from te_torch.tensors.buffers import Buffers, matrix_of, matrix_of_data, memory_of, packed
-from te_torch.tensors.dtype import DType, fp8, of_core
+from te_torch.tensors.dtype import DType, TE_DType_To_Torch, fp8, of_core
 from te_torch.tensors.pickling import rebuilt
 from te_torch.tensors.scales import scale_of, start_from
 from te_torch.tensors.sharding import Shards
 from te_torch.tensors.storage import QuantizedTensorStorage
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
-from te_torch.tensors.views import WHOLE, Memory, Part, Place
-from te_torch.tensors.whole import check_whole
+from te_torch.tensors.views import WHOLE, Memory, Part
 
 _catching_up = RLock()  # of transposes that have fallen behind
 
@@ -39,7 +38,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
     """
 
     _CHANGES = True
-    _shards: Shards | None = None  # of a parameter that is spread over processes
 
     def __init__(
         self,
@@ -51,21 +49,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
         data_transpose: torch.Tensor | None = None,
         quantizer: Any = None,
     ) -> None:
-        if data is not None:
-            self._shape = tuple(data.shape)
-        elif data_transpose is not None:
-            self._shape = (*data_transpose.shape[1:], data_transpose.shape[0])
-        else:
-            self._shape = (0,)
-        self._given(data, fp8_scale_inv, fp8_dtype, fake_dtype or torch.float32, data_transpose, quantizer)
-
-    def _given(self, data: Any, scale: Any, fp8_dtype: Any, dtype: torch.dtype, turned: Any, quantizer: Any) -> None:
-        self._hold(dtype, Format(fp8(fp8_dtype)), Buffers(), quantizer, ())
-        self._adopt("_row_data", data)
-        self._adopt("_col_data", turned)
-        scale = scale if scale is None or scale.ndim == 1 else scale.reshape(-1)
-        given = Buffers(self._row_data, scale, None, self._col_data, scale)
-        self._set_buffers(check_whole(type(self).__name__, self._format, tuple(self.shape), given))
+        given = Buffers(data, fp8_scale_inv, None, data_transpose, fp8_scale_inv)
+        self._take(fake_dtype or torch.float32, Format(fp8(fp8_dtype)), given, quantizer)
 
     def _set_buffers(self, buffers: Buffers) -> None:
         """One scale serves both copies: that which lies behind the columnwise data, if there is one."""
@@ -256,19 +241,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
         made._by_itself()._seen = WHOLE
         return made
 
-    def _like(
-        self,
-        shape: Sequence[int],
-        buffers: Buffers,
-        dtype: torch.dtype | None = None,
-        place: Place | None = None,
-        kind: Any = None,
-    ) -> Any:
-        made = super()._like(shape, buffers, dtype, place, kind)
-        if self._shards is not None:
-            made._shards = self._shards
-        return made
-
     def _takes_bytes_of(self, src: Any) -> bool:
         """Also of a source without transpose: a shard must keep the scale of the whole (FSDP2 copies it so)."""
         return (
@@ -362,23 +334,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     """A tensor in FP8 with one scale."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        data: torch.Tensor | None,
-        fp8_scale_inv: torch.Tensor,
-        fp8_dtype: Any,
-        fake_dtype: torch.dtype | None = None,
-        data_transpose: torch.Tensor | None = None,
-        quantizer: Any = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        self._given(data, fp8_scale_inv, fp8_dtype, dtype, data_transpose, quantizer)
+    __init__ = constructor(Float8TensorStorage)
 
     def _core_facts(self, device: Any) -> Any:
         if self._col_data is not None:
@@ -388,13 +344,8 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     # What a quantizer of delayed scaling reads and raises are inputs of a compiled program, not its constants: programs
     # are shared by tensors that differ in them.
 
-    @property
-    def _scale_to_read(self) -> torch.Tensor:
-        return self._quantizer.scale
-
-    @property
-    def _amax_to_raise(self) -> torch.Tensor:
-        return self._quantizer.amax
+    _scale_to_read = property(lambda self: self._quantizer.scale)
+    _amax_to_raise = property(lambda self: self._quantizer.amax)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names, meta = super().__tensor_flatten__()
@@ -444,16 +395,14 @@ class _PerTensor(Quantizer):
         """The cast in operators that ONNX knows: the data as uint8, with `onnx_scale_inv` beside it."""
         scale = self._onnx_scale(tensor)
         top = self.dtype.core.max
-        kind = torch.float8_e4m3fn if self.dtype is DType.kFloat8E4M3 else torch.float8_e5m2
-        data = (tensor.float() * scale).clamp(-top, top).to(kind).view(torch.uint8)
+        data = (tensor.float() * scale).clamp(-top, top).to(TE_DType_To_Torch[self.dtype]).view(torch.uint8)
         return Float8Tensor(
             tensor.shape, tensor.dtype, data=data, fp8_scale_inv=1 / scale, fp8_dtype=self.dtype, quantizer=self.copy()
         )
 
     def onnx_dequantize(self, tensor: Any) -> torch.Tensor:
         """The values of what `onnx_quantize` gave, in operators that ONNX knows."""
-        kind = torch.float8_e4m3fn if self.dtype is DType.kFloat8E4M3 else torch.float8_e5m2
-        return (tensor._data.view(kind).float() * tensor._scale_inv).to(tensor.dtype)
+        return (tensor._data.view(TE_DType_To_Torch[self.dtype]).float() * tensor._scale_inv).to(tensor.dtype)
 
     def _onnx_scale(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -470,8 +419,7 @@ class Float8Quantizer(_PerTensor):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.scale = scale
         self.amax = amax
-        self.dtype = DType.cast(fp8_dtype)
-        fp8(self.dtype)
+        self.dtype = of_core(fp8(fp8_dtype))
 
     def over(self, scale: torch.Tensor | None, amax: torch.Tensor | None) -> Any:
         """A copy that reads and raises these; of None: the rule alone."""
@@ -541,8 +489,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
             if given is not None and given is not False:
                 deprecated(f"Float8CurrentScalingQuantizer: {name}", "none: the argument has no effect")
         self._check(amax_epsilon, with_amax_reduction=with_amax_reduction, force_pow_2_scales=force_pow_2_scales)
-        self.dtype = DType.cast(fp8_dtype)
-        fp8(self.dtype)
+        self.dtype = of_core(fp8(fp8_dtype))
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
         self.force_pow_2_scales = force_pow_2_scales
@@ -576,14 +523,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
         return True
 
 
+@kinds.made_by(Float8TensorStorage, Float8Tensor, Float8Quantizer, Float8CurrentScalingQuantizer, scaling="tensor")
 def _make_float8_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles a `Float8Tensor`."""
     return rebuilt(Float8Tensor, *args)
-
-
-kinds.enter(
-    kinds.Kind(Float8TensorStorage, Float8Tensor, _make_float8_tensor_in_reduce_ex),
-    Float8Quantizer,
-    Float8CurrentScalingQuantizer,
-    scaling="tensor",
-)

@@ -13,11 +13,11 @@ from te_core.quantized import Format
 from te_core.recipe import Float8BlockScaling
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer
-from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
+from te_torch.tensors.block_scaled import BlockScaledStorage, scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
-from te_torch.tensors.dtype import DType, fp8, of_core
+from te_torch.tensors.dtype import fp8, of_core
 from te_torch.tensors.pickling import rebuilt
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 
 
 class Float8BlockwiseQTensorStorage(BlockScaledStorage):
@@ -38,23 +38,11 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         fake_dtype: torch.dtype | None = None,
         data_format: Any = None,
     ) -> None:
-        if rowwise_data is not None:
-            self._shape = tuple(rowwise_data.shape)
-        elif columnwise_data is not None:
-            self._shape = (*columnwise_data.shape[1:], columnwise_data.shape[0])
-        else:
-            self._shape = (0,)
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
-        form = Format(fp8(fp8_dtype), "block", is_2D_scaled)
-        self._adopt_all(fake_dtype or torch.float32, form, given, quantizer)
+        self._take(fake_dtype or torch.float32, Format(fp8(fp8_dtype), "block", is_2D_scaled), given, quantizer)
 
-    @property
-    def _fp8_dtype(self) -> DType:
-        return of_core(self._format.dtype)
-
-    @property
-    def _is_2D_scaled(self) -> bool:  # noqa: N802
-        return self._format.tiled
+    _fp8_dtype = property(lambda self: of_core(self._format.dtype))
+    _is_2D_scaled = property(lambda self: self._format.tiled)  # noqa: N815
 
     def _build_default_quantizer(self) -> Any:
         return Float8BlockQuantizer(
@@ -63,39 +51,13 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
 
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
-        return {
-            **self._four(),
-            "fp8_dtype": self._fp8_dtype,
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-            "is_2D_scaled": self._is_2D_scaled,
-        }
+        return {**self._given(), "fp8_dtype": self._fp8_dtype, "is_2D_scaled": self._is_2D_scaled}
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  # type: ignore[misc]
     """A tensor in FP8 with a scale for each block."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None,
-        fp8_dtype: Any,
-        quantizer: Any = None,
-        is_2D_scaled: bool = False,
-        fake_dtype: torch.dtype | None = None,
-        data_format: Any = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
-        self._adopt_all(dtype, Format(fp8(fp8_dtype), "block", is_2D_scaled), given, quantizer)
+    __init__ = constructor(Float8BlockwiseQTensorStorage)
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -124,8 +86,7 @@ class Float8BlockQuantizer(Quantizer):
                 "1 (1x128) or 2 (128x128)",
                 "correct it",
             )
-        self.dtype = DType.cast(fp8_dtype)
-        fp8(self.dtype)
+        self.dtype = of_core(fp8(fp8_dtype))
         self.amax_epsilon = amax_epsilon
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
@@ -141,9 +102,7 @@ class Float8BlockQuantizer(Quantizer):
         m, k = matrix_of(inp.shape)
         return inp.ndim >= 2 and m % 128 == 0 and k % 128 == 0
 
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-        """The shape of the scales of a tensor."""
-        return documented_scale_shape(self.format, shape, columnwise)
+    get_scale_shape = scale_shape
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the columnwise data."""
@@ -154,13 +113,7 @@ class Float8BlockQuantizer(Quantizer):
         return True
 
 
+@kinds.made_by(Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor, Float8BlockQuantizer, scaling="block")
 def _make_float8_blockwise_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles a `Float8BlockwiseQTensor`."""
     return rebuilt(Float8BlockwiseQTensor, *args)
-
-
-kinds.enter(
-    kinds.Kind(Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor, _make_float8_blockwise_tensor_in_reduce_ex),
-    Float8BlockQuantizer,
-    scaling="block",
-)

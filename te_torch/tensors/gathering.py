@@ -36,9 +36,9 @@ def _pieces_to_send(form: Format, shape: tuple[int, int], buffers: Buffers) -> l
     m, scaling = shape[0], form.scaling
     block = 1 if scaling == "tensor" else BLOCK[scaling]
     if scaling == "tensor":  # the transpose is made of what arrives
-        data = buffers.row_data
-        assert data is not None
-        return [_Piece("row_data", data.reshape(-1, data.shape[-1])[:m], 0), _Piece("row_scale", _scale(buffers), None)]
+        data: Any = buffers.row_data
+        scale: Any = buffers.row_scale if buffers.row_scale is not None else buffers.col_scale
+        return [_Piece("row_data", data.reshape(-1, data.shape[-1])[:m], 0), _Piece("row_scale", scale, None)]
     made = []
     row, scale, amax = buffers.of(False)
     if row is not None:
@@ -57,12 +57,6 @@ def _pieces_to_send(form: Format, shape: tuple[int, int], buffers: Buffers) -> l
         if amax is not None:
             made.append(_Piece("col_amax", amax, None))
     return made
-
-
-def _scale(buffers: Buffers) -> torch.Tensor:
-    scale = buffers.row_scale if buffers.row_scale is not None else buffers.col_scale
-    assert scale is not None
-    return scale
 
 
 class Gathering:
@@ -108,18 +102,15 @@ class Gathering:
         return all(work.is_completed() for work in self.works)
 
     def _whole(self) -> Buffers:
-        found = {p.name: _joined(t, p.side) for p, t in zip(self.pieces, self.arrived, strict=True)}
-        buffers = Buffers(**found)
-        if self.form.scaling != "tensor":
-            if self.usages["columnwise"] and buffers.col_data is None:
-                row = with_whole_scales(self.form, self.shape, buffers)
-                turned = columnwise_of(self.form, self.shape, row)
-                buffers = Buffers(*(row if self.usages["rowwise"] else Buffers())[:3], *turned[3:])
-            return with_whole_scales(self.form, self.shape, buffers)
-        if not self.usages["columnwise"]:
-            return buffers
-        turned = columnwise_of(self.form, matrix_of(buffers.row_data.shape), buffers)  # type: ignore[union-attr]
-        return Buffers(*(buffers if self.usages["rowwise"] else Buffers())[:3], *turned[3:])
+        buffers = Buffers(**{p.name: _joined(t, p.side) for p, t in zip(self.pieces, self.arrived, strict=True)})
+        if self.form.scaling == "tensor":
+            shape = matrix_of(buffers.row_data.shape)  # type: ignore[union-attr]
+        else:
+            shape, buffers = self.shape, with_whole_scales(self.form, self.shape, buffers)
+        if self.usages["columnwise"] and buffers.col_data is None:
+            turned = columnwise_of(self.form, shape, buffers)
+            buffers = Buffers(*(buffers if self.usages["rowwise"] else Buffers())[:3], *turned[3:])
+        return buffers
 
 
 def _joined(arrived: torch.Tensor, side: int | None) -> torch.Tensor:

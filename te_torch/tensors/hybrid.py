@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,9 @@ from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, QuantizerRequest
 from te_torch.tensors.buffers import NAMES, Buffers, form_of
 from te_torch.tensors.identity import IdentityQuantizer, IdentityTensorStorage
-from te_torch.tensors.pickling import put_together
+from te_torch.tensors.pickling import marked, put_together
 from te_torch.tensors.storage import QuantizedTensorStorage
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.views import Part, Place
 from te_torch.tensors.whole import loading
@@ -30,8 +30,26 @@ _SIDES = ("row", "col")
 _SUB_NAMES = (*NAMES, "_hp_data")
 
 
+class Parts(NamedTuple):
+    """What holds each copy: where other tensors have their buffers."""
+
+    row_data: Any = None
+    col_data: Any = None
+
+
+def _part_at(index: int) -> Any:
+    """A copy's storage under its documented name, which may be assigned."""
+
+    def put(self: Any, storage: Any) -> None:
+        self._parts = self._parts._replace(**{Parts._fields[index]: storage})
+
+    return property(lambda self: self._parts[index], put)
+
+
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     """`rowwise_sub_storage` and `columnwise_sub_storage`: two storages of one copy each."""
+
+    _parts: Parts
 
     def __init__(
         self,
@@ -44,26 +62,12 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         first = rowwise_storage if rowwise_storage is not None else columnwise_storage
         self._shape = (0,) if first is None else tuple(first.shape)
         dtype = fake_dtype or (torch.float32 if first is None else first._dtype)
-        self._given(dtype, (rowwise_storage, columnwise_storage), _own(type(self).__name__, quantizer))
-
-    def _given(self, dtype: torch.dtype, parts: tuple[Any, Any], quantizer: Any) -> None:
-        self._dtype, self._quantizer, self._options = dtype, quantizer, ()
-        self._parts = parts
-
-    @classmethod
-    def _over(
-        cls,
-        parts: tuple[Any, Any],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        quantizer: Any,
-        place: Place | None = None,
-        device: Any = None,
-    ) -> Any:
-        made = object.__new__(cls)
-        made._shape = tuple(shape)
-        made._given(dtype, parts, quantizer)
-        return made
+        if not isinstance(quantizer, HybridQuantizer):
+            raise TypeError(
+                f"{type(self).__name__}: quantizer is {quantizer!r}. Allowed: a HybridQuantizer, which has one for "
+                "each copy. To do: pass the one that made the storages."
+            )
+        self._hold(dtype, None, Parts(rowwise_storage, columnwise_storage), quantizer.copy(), ())
 
     @property
     def rowwise_sub_storage(self) -> Any:
@@ -75,21 +79,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """What holds the columnwise copy."""
         return self._parts[1]
 
-    @property
-    def _rowwise_storage(self) -> Any:
-        return self._parts[0]
-
-    @_rowwise_storage.setter
-    def _rowwise_storage(self, storage: Any) -> None:
-        self._parts = (storage, self._parts[1])
-
-    @property
-    def _columnwise_storage(self) -> Any:
-        return self._parts[1]
-
-    @_columnwise_storage.setter
-    def _columnwise_storage(self, storage: Any) -> None:
-        self._parts = (self._parts[0], storage)
+    _rowwise_storage, _columnwise_storage = _part_at(0), _part_at(1)
 
     def _build_default_quantizer(self) -> Any:
         row, column = (IdentityQuantizer() if p is None else p._get_quantizer().copy() for p in self._parts)
@@ -100,7 +90,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return self._parts
 
     def _set_buffers(self, buffers: Any) -> None:
-        self._parts = (None, None) if isinstance(buffers, Buffers) else buffers
+        self._parts = Parts(buffers.row_data, buffers.col_data)
 
     def _like(
         self,
@@ -111,11 +101,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         kind: Any = None,
     ) -> Any:
         quantizer = None if self._quantizer is None else self._quantizer.copy()
-        parts = tuple(None if p is None else p._like(shape, p._buffers, dtype) for p in buffers)
-        return (kind or self)._over(parts, shape, dtype or self._dtype, quantizer, place, self.device)  # type: ignore[arg-type]
-
-    def _share_looks(self, made: Any) -> None:
-        """Each copy shows its own buffers."""
+        parts = Parts(*[None if p is None else p._like(shape, p._buffers, dtype) for p in buffers])
+        nominal = dtype or self._dtype
+        return (kind or self)._of(tuple(shape), nominal, None, parts, quantizer, place=place, device=self.device)
 
     def flatten_inner(self) -> list[torch.Tensor]:
         """The buffers of the rowwise copy, then those of the columnwise one."""
@@ -162,7 +150,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
                 raise RuntimeError(f"{type(self).__name__} has no {('rowwise', 'columnwise')[i]} copy")
             if wanted is False:
                 parts[i] = None
-        self._parts = tuple(parts)
+        self._parts = Parts(*parts)
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
         """The data of the wanted copies."""
@@ -182,7 +170,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def clear(self) -> None:
         """Let go of both copies."""
-        self._parts = (None, None)
+        self._parts = Parts()
 
     def _dense_values(self, dtype: torch.dtype) -> torch.Tensor:
         part = self._parts[0] if self._parts[0] is not None else self._parts[1]
@@ -255,14 +243,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """These buffers, and for each copy what else the gathered one needs."""
         each = [None if p is None else p.fsdp_extract_buffers() for p in self._parts]
-        metadata = {
-            "field_names": self.fsdp_buffer_fields(),
-            "usages": self.get_usages(),
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-            "rowwise": each[0] and each[0][1],
-            "columnwise": each[1] and each[1][1],
-        }
+        metadata = {**self._to_all(), "rowwise": each[0] and each[0][1], "columnwise": each[1] and each[1][1]}
         return [t for e in each if e is not None for t in e[0]], metadata
 
     def _each_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -283,7 +264,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         each = self._each_gathered(gathered, meta)
         row, column = (None if own is None else p._gathered(given, own) for p, given, own in each)
         first: Any = row if row is not None else column
-        return self._over((row, column), tuple(first.shape), meta["fake_dtype"], meta["quantizer"])
+        return self._of(tuple(first.shape), meta["fake_dtype"], None, Parts(row, column), meta["quantizer"])
 
     def _note_shards(self, group: Any) -> None:
         for p in self._parts:
@@ -302,8 +283,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             parts.append((type(p), tuple(p.shape), meta))
         return names, (self._dtype, tuple(parts), AsConstant(self._quantizer))
 
-    @staticmethod
-    def _parts_of(inner: dict[str, torch.Tensor], parts: Any, outer_size: Any) -> tuple[Any, Any]:
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
+        dtype, parts, constant = meta
         made: list[Any] = []
         for side, p in zip(_SIDES, parts, strict=True):
             if p is None:
@@ -312,43 +294,23 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             prefix = f"_{side}_part"
             given = {n.removeprefix(prefix): t for n, t in inner.items() if n.startswith(prefix)}
             made.append(p[0].__tensor_unflatten__(given, p[2], outer_size, None))
-        return made[0], made[1]
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
-        return cls._over(cls._parts_of(inner, meta[1], outer_size), outer_size, meta[0], meta[2].quantizer)
+        place = None if outer_stride is None else (tuple(outer_stride), 0)
+        return cls._of(tuple(outer_size), dtype, None, Parts(*made), constant.quantizer, place=place)
 
     def _label(self) -> str:
         return ", ".join("None" if p is None else type(p).__name__ for p in self._parts)
 
 
-def _buffer_of(index: int, name: str) -> property:
-    return property(lambda self: getattr(self._parts[index], name))
-
-
 for _i, _side in enumerate(_SIDES):  # inner tensors have to be attributes for tracing compilers
     for _name in _SUB_NAMES:
-        setattr(HybridQuantizedTensorStorage, f"_{_side}_part{_name}", _buffer_of(_i, _name))
+        _buffer = property(lambda self, i=_i, name=_name: getattr(self._parts[i], name))  # type: ignore[misc]
+        setattr(HybridQuantizedTensorStorage, f"_{_side}_part{_name}", _buffer)
 
 
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # type: ignore[misc]
     """A tensor whose two copies are quantized by different rules."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        rowwise_storage: Any,
-        columnwise_storage: Any,
-        quantizer: Any = None,
-        fake_dtype: torch.dtype | None = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        self._given(dtype, (rowwise_storage, columnwise_storage), _own(type(self).__name__, quantizer))
+    __init__ = constructor(HybridQuantizedTensorStorage)
 
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, **kwargs: Any) -> Any:
         """The bare tensor, on the device of its storages."""
@@ -357,33 +319,9 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # t
         rest = {n: kwargs[n] for n in ("requires_grad", "stride", "storage_offset") if n in kwargs}
         return QuantizedTensor.__new__(cls, shape, dtype, device=device, **rest)
 
-    @classmethod
-    def _over(
-        cls,
-        parts: tuple[Any, Any],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        quantizer: Any,
-        place: Place | None = None,
-        device: Any = None,
-    ) -> Any:
-        device = next((p.device for p in parts if p is not None), device)
-        stride, offset = place or (None, 0)
-        made = QuantizedTensor.__new__(cls, tuple(shape), dtype, device=device, stride=stride, storage_offset=offset)
-        made._given(dtype, parts, quantizer)
-        return made
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
-        parts = cls._parts_of(inner, meta[1], outer_size)
-        return cls._over(parts, tuple(outer_size), meta[0], meta[2].quantizer, (tuple(outer_stride), 0))
-
     def clear(self) -> None:
         """Let go of both copies."""
-        self._parts = (None, None)
-
-    def _adopt_from(self, other: Any) -> None:
-        self._given(self.dtype, other._parts, other._quantizer)
+        self._parts = Parts()
 
 
 #: What a rule says of a side that stays in high precision.
@@ -444,11 +382,11 @@ class HybridQuantizer(Quantizer):
             if self.columnwise_source == "rowwise_dequantized":
                 source = self.rowwise_values(tensor) if row is None else row._dense_values(tensor.dtype)
             column = _one_copy(self.columnwise_quantizer, source)
-        return self._joined((row, column), tensor.shape, tensor.dtype, tensor.device)
+        return self._joined(Parts(row, column), tuple(tensor.shape), tensor.dtype, tensor.device)
 
-    def _joined(self, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Any:
-        kind = HybridQuantizedTensorStorage if self.internal else HybridQuantizedTensor
-        return kind._over(parts, shape, dtype, self.copy(), device=device)
+    def _joined(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Any:
+        kind: Any = HybridQuantizedTensorStorage if self.internal else HybridQuantizedTensor
+        return kind._of(shape, dtype, None, parts, self.copy(), device=device)
 
     def make_empty(
         self,
@@ -466,7 +404,7 @@ class HybridQuantizer(Quantizer):
             _internal(q).make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory) if wanted else None
             for q, wanted in used
         ]
-        made = self._joined((parts[0], parts[1]), shape, dtype, device or default_device())
+        made = self._joined(Parts(*parts), shape, dtype, device or default_device())
         return made.requires_grad_() if requires_grad else made
 
     def copy(self) -> Any:
@@ -504,16 +442,7 @@ def _one_copy(quantizer: Quantizer, tensor: torch.Tensor) -> Any:
     return _internal(quantizer).quantize_impl(tensor)
 
 
-def _own(operation: str, quantizer: Any) -> HybridQuantizer:
-    """The copy of its quantizer that a tensor keeps."""
-    if not isinstance(quantizer, HybridQuantizer):
-        raise TypeError(
-            f"{operation}: quantizer is {quantizer!r}. Allowed: a HybridQuantizer, which has one for each copy. To do: "
-            "pass the one that made the storages."
-        )
-    return quantizer.copy()
-
-
+@kinds.made_by(HybridQuantizedTensorStorage, HybridQuantizedTensor, HybridQuantizer)
 def _make_hybrid_quantized_tensor_in_reduce_ex(
     dtype: torch.dtype, shape: Any, row: Any, column: Any, quantizer: Any, requires_grad: bool, is_param: bool
 ) -> Any:
@@ -523,19 +452,10 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
         if state is None:
             return None
         if state[0] == "identity":
-            return IdentityTensorStorage._over(state[1], tuple(shape), dtype, state[2])
+            return IdentityTensorStorage._of(tuple(shape), dtype, None, Buffers(state[1]), state[2])
         *contents, own = state
         return put_together(kinds.of_format(form_of(contents[0])).storage, dtype, shape, contents, own)
 
     with loading():
-        made = HybridQuantizedTensor._over((part(row), part(column)), tuple(shape), dtype, quantizer)
-        made.requires_grad_(requires_grad)
-        if is_param:
-            made._is_param = True
-        return made
-
-
-kinds.enter(
-    kinds.Kind(HybridQuantizedTensorStorage, HybridQuantizedTensor, _make_hybrid_quantized_tensor_in_reduce_ex),
-    HybridQuantizer,
-)
+        made = HybridQuantizedTensor._of(tuple(shape), dtype, None, Parts(part(row), part(column)), quantizer)
+        return marked(made, requires_grad, is_param)

@@ -12,10 +12,12 @@ from te_core.recipe import CustomRecipe
 from te_torch.runtime import to_core
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, _dense
+from te_torch.tensors.buffers import Buffers
+from te_torch.tensors.pickling import marked
 from te_torch.tensors.storage import QuantizedTensorStorage, old_or_new
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 from te_torch.tensors.tracing import AsConstant
-from te_torch.tensors.views import Part, Place
+from te_torch.tensors.views import Part
 from te_torch.tensors.whole import loading
 
 
@@ -23,47 +25,21 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     """`_hp_data`: the values as they are. Serves both usages."""
 
     _INNER_TENSORS = ("_hp_data",)
+    _hp_data: torch.Tensor | None
 
     def __init__(
         self, *, hp_data: torch.Tensor | None, fake_dtype: torch.dtype | None = None, quantizer: Any = None
     ) -> None:
         self._shape = (0,) if hp_data is None else tuple(hp_data.shape)
         dtype = fake_dtype or (torch.float32 if hp_data is None else hp_data.dtype)
-        self._given(dtype, hp_data, quantizer)
-
-    def _given(self, dtype: torch.dtype, hp_data: torch.Tensor | None, quantizer: Any) -> None:
-        self._dtype, self._quantizer, self._options = dtype, quantizer, ()
-        self._hp_data = hp_data
-
-    @classmethod
-    def _over(
-        cls, hp_data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, quantizer: Any, place: Place | None = None
-    ) -> Any:
-        made = object.__new__(cls)
-        made._shape = tuple(shape)
-        made._given(dtype, hp_data, quantizer)
-        return made
-
-    def _like(
-        self,
-        shape: Sequence[int],
-        buffers: Any,
-        dtype: torch.dtype | None = None,
-        place: Place | None = None,
-        kind: Any = None,
-    ) -> Any:
-        quantizer = None if self._quantizer is None else self._quantizer.copy()
-        return (kind or self)._over(buffers, shape, dtype or self._dtype, quantizer, place)
-
-    def _share_looks(self, made: Any) -> None:
-        """The values are shown as they are."""
+        self._hold(dtype, None, Buffers(hp_data), quantizer, ())
 
     @property
-    def _buffers(self) -> Any:
-        return self._hp_data
+    def _buffers(self) -> Buffers:
+        return Buffers(self._hp_data)
 
-    def _set_buffers(self, buffers: Any) -> None:
-        self._hp_data = buffers if isinstance(buffers, torch.Tensor) else None
+    def _set_buffers(self, buffers: Buffers) -> None:
+        self._hp_data = buffers.row_data
 
     def _move_data(self, data: torch.Tensor) -> None:
         self._hp_data = data
@@ -115,12 +91,12 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def _viewed(self, shape: Sequence[int]) -> Any:
         assert self._hp_data is not None
         same = tuple(shape) == tuple(self._hp_data.shape)
-        return self._like(shape, self._hp_data if same else self._hp_data.view(tuple(shape)))
+        return self._like(shape, Buffers(self._hp_data if same else self._hp_data.view(tuple(shape))))
 
     def _part(self, part: Part, rows: tuple[int, int] | None, look: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         assert self._hp_data is not None
         values = look(self._hp_data)
-        return None if values is None else self._like(part.shape, values, place=part.place)
+        return None if values is None else self._like(part.shape, Buffers(values), place=part.place)
 
     def _to_pickle(self, requires_grad: bool, is_param: bool) -> tuple[Any, ...]:
         return self._hp_data, self.dtype, tuple(self.shape), self._quantizer, requires_grad, is_param
@@ -140,7 +116,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         assert self._hp_data is not None
         dense = torch.contiguous_format
         moved = self._hp_data.to(device, non_blocking=non_blocking, copy=True, memory_format=dense)
-        return self._like(self.shape, moved)
+        return self._like(self.shape, Buffers(moved))
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
         """The values, of which this object is stripped, and the object."""
@@ -159,13 +135,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """The values, and what else the gathered tensor needs."""
         assert self._hp_data is not None
-        metadata = {
-            "field_names": self.fsdp_buffer_fields(),
-            "usages": self.get_usages(),
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-        }
-        return [self._hp_data.contiguous()], metadata
+        return [self._hp_data.contiguous()], self._to_all()
 
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
         """Hold gathered values in the place of those that are here."""
@@ -173,15 +143,16 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def _gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Any:
         (values,) = gathered
-        return self._over(values, values.shape, meta["fake_dtype"], meta["quantizer"])
+        return self._of(tuple(values.shape), meta["fake_dtype"], None, Buffers(values), meta["quantizer"])
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_hp_data"], (self._dtype, AsConstant(self._quantizer))
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
-        dtype, quantizer = meta
-        return cls._over(inner["_hp_data"], outer_size, dtype, quantizer.quantizer)
+        dtype, constant = meta
+        place = None if outer_stride is None else (tuple(outer_stride), 0)
+        return cls._of(tuple(outer_size), dtype, None, Buffers(inner["_hp_data"]), constant.quantizer, place=place)
 
     def _label(self) -> str:
         return f"shape={tuple(self.shape)}"
@@ -190,43 +161,20 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # type: ignore[misc]
     """A tensor in high precision with the interface of a quantized one."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        hp_data: torch.Tensor | None,
-        fake_dtype: torch.dtype | None = None,
-        quantizer: Any = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        self._given(dtype, hp_data, quantizer)
+    __init__ = constructor(IdentityTensorStorage)
 
     @classmethod
-    def _over(
-        cls, hp_data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, quantizer: Any, place: Place | None = None
+    def _of(
+        cls, shape: Any, dtype: Any, form: Any, buffers: Buffers, *more: Any, place: Any = None, **named: Any
     ) -> Any:
-        stride, offset = place or (hp_data.stride(), 0)
-        made = QuantizedTensor.__new__(
-            cls, tuple(shape), dtype, device=hp_data.device, stride=stride, storage_offset=offset
-        )
-        made._given(dtype, hp_data, quantizer)
-        return made
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
-        dtype, quantizer = meta
-        return cls._over(inner["_hp_data"], tuple(outer_size), dtype, quantizer.quantizer, (tuple(outer_stride), 0))
+        """Lies as the values do, unless it is a view that says otherwise."""
+        first: Any = buffers.row_data
+        place = place or (first.stride(), 0)
+        return super()._of(shape, dtype, form, buffers, *more, place=place, **named)  # type: ignore[misc]
 
     def clear(self) -> None:
         """Let go of the values."""
         self._hp_data = None
-
-    def _adopt_from(self, other: Any) -> None:
-        self._given(self.dtype, other._hp_data, other._quantizer)
 
 
 class IdentityQuantizer(Quantizer):
@@ -250,8 +198,8 @@ class IdentityQuantizer(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
         """The tensor itself, wrapped."""
         data = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
-        kind = IdentityTensorStorage if self.internal else IdentityTensor
-        return kind._over(data, tensor.shape, data.dtype, self.copy())
+        kind: Any = IdentityTensorStorage if self.internal else IdentityTensor
+        return kind._of(tuple(tensor.shape), data.dtype, None, Buffers(data), self.copy())
 
     def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Copy `src` into `dst`."""
@@ -271,8 +219,8 @@ class IdentityQuantizer(Quantizer):
         """An uninitialised tensor."""
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         data = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=place, pin_memory=pin_memory)
-        kind = IdentityTensorStorage if self.internal else IdentityTensor
-        made = kind._over(data, data.shape, data.dtype, self.copy())
+        kind: Any = IdentityTensorStorage if self.internal else IdentityTensor
+        made = kind._of(tuple(data.shape), data.dtype, None, Buffers(data), self.copy())
         return made.requires_grad_() if requires_grad else made
 
     def is_requantization_safe(self) -> bool:
@@ -280,6 +228,7 @@ class IdentityQuantizer(Quantizer):
         return True
 
 
+@kinds.made_by(IdentityTensorStorage, IdentityTensor, IdentityQuantizer)
 def _make_identity_tensor_in_reduce_ex(
     hp_data: torch.Tensor, dtype: torch.dtype, shape: Any, quantizer: Any, requires_grad: bool, is_param: bool
 ) -> Any:
@@ -287,10 +236,5 @@ def _make_identity_tensor_in_reduce_ex(
     with loading():
         if tuple(hp_data.shape) != tuple(shape) or not dtype.is_floating_point:
             raise TypeError(f"values of shape {tuple(hp_data.shape)} for {tuple(shape)} in {dtype}")
-        made = IdentityTensor._over(hp_data, tuple(shape), dtype, quantizer).requires_grad_(requires_grad)
-        if is_param:
-            made._is_param = True
-        return made
-
-
-kinds.enter(kinds.Kind(IdentityTensorStorage, IdentityTensor, _make_identity_tensor_in_reduce_ex), IdentityQuantizer)
+        made = IdentityTensor._of(tuple(shape), dtype, None, Buffers(hp_data), quantizer)
+        return marked(made, requires_grad, is_param)

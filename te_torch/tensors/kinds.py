@@ -23,17 +23,24 @@ class Kind(NamedTuple):
     maker: Callable[..., Any]
 
 
-_KINDS: list[Kind] = []
+KINDS: list[Kind] = []
 _BY_SCALING: dict[str, Kind] = {}
 
 
-def enter(kind: Kind, *quantizers: type, scaling: str | None = None) -> None:
-    """Make a kind of tensors known, with what quantizes them; `scaling` is that of the core's formats they hold."""
-    _KINDS.append(kind)
-    if scaling is not None:
-        _BY_SCALING[scaling] = kind
-    classes = [(cls, f"{naming.home_of(cls)}.{cls.__qualname__}") for cls in (kind.tensor, kind.storage, *quantizers)]
-    torch.serialization.add_safe_globals([kind.maker, *classes])
+def made_by(storage: Any, tensor: Any, *quantizers: type, scaling: str | None = None) -> Callable[[Any], Any]:
+    """A decorator of the function by which files make a kind of tensors: makes the kind known, with what quantizes
+    them; `scaling` is that of the core's formats they hold.
+    """
+
+    def enter(maker: Callable[..., Any]) -> Callable[..., Any]:
+        KINDS.append(Kind(storage, tensor, maker))
+        if scaling is not None:
+            _BY_SCALING[scaling] = KINDS[-1]
+        classes = [(cls, f"{naming.home_of(cls)}.{cls.__qualname__}") for cls in (tensor, storage, *quantizers)]
+        torch.serialization.add_safe_globals([maker, *classes])
+        return maker
+
+    return enter
 
 
 def of_format(form: Format) -> Kind:
@@ -43,4 +50,4 @@ def of_format(form: Format) -> Kind:
 
 def of_class(cls: type) -> Kind:
     """The kind that a class is of, or is derived from."""
-    return next(kind for base in cls.__mro__ for kind in _KINDS if base in (kind.tensor, kind.storage))
+    return next(kind for base in cls.__mro__ for kind in KINDS if base in (kind.tensor, kind.storage))

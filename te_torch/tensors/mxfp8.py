@@ -12,11 +12,11 @@ from te_core.quantized import Format
 from te_core.recipe import MXFP8BlockScaling
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer
-from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
+from te_torch.tensors.block_scaled import BlockScaledStorage, scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType, fp8, of_core
 from te_torch.tensors.pickling import rebuilt
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 
 
 class MXFP8TensorStorage(BlockScaledStorage):
@@ -36,19 +36,12 @@ class MXFP8TensorStorage(BlockScaledStorage):
         with_gemm_swizzled_scales: bool = False,
         fake_dtype: torch.dtype | None = None,
     ) -> None:
-        first = rowwise_data if rowwise_data is not None else columnwise_data
-        self._shape = (0,) if first is None else tuple(first.shape)
+        refuse_swizzled(type(self).__name__, with_gemm_swizzled_scales)
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
-        self._given(fake_dtype or torch.float32, fp8_dtype, given, quantizer, with_gemm_swizzled_scales)
+        tiled = bool(getattr(quantizer, "with_2d_quantization", False))
+        self._take(fake_dtype or torch.float32, Format(fp8(fp8_dtype), "mxfp8", tiled), given, quantizer)
 
-    def _given(self, dtype: torch.dtype, fp8_dtype: Any, given: Buffers, quantizer: Any, swizzled: bool) -> None:
-        refuse_swizzled(type(self).__name__, swizzled)
-        tiled = bool(quantizer is not None and getattr(quantizer, "with_2d_quantization", False))
-        self._adopt_all(dtype, Format(fp8(fp8_dtype), "mxfp8", tiled), given, quantizer)
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return of_core(self._format.dtype)
+    _fp8_dtype = property(lambda self: of_core(self._format.dtype))
 
     def _build_default_quantizer(self) -> Any:
         return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._format.tiled, **self.get_usages())
@@ -58,13 +51,7 @@ class MXFP8TensorStorage(BlockScaledStorage):
 
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
-        return {
-            **self._four(),
-            "fp8_dtype": self._fp8_dtype,
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-            "with_gemm_swizzled_scales": False,
-        }
+        return {**self._given(), "fp8_dtype": self._fp8_dtype, "with_gemm_swizzled_scales": False}
 
 
 def refuse_swizzled(name: str, swizzled: bool) -> None:
@@ -76,26 +63,7 @@ def refuse_swizzled(name: str, swizzled: bool) -> None:
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # type: ignore[misc]
     """A tensor in MXFP8."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None,
-        fp8_dtype: Any,
-        quantizer: Any = None,
-        with_gemm_swizzled_scales: bool = False,
-        fake_dtype: torch.dtype | None = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
-        self._given(dtype, fp8_dtype, given, quantizer, with_gemm_swizzled_scales)
+    __init__ = constructor(MXFP8TensorStorage)
 
 
 class MXFP8Quantizer(Quantizer):
@@ -109,8 +77,7 @@ class MXFP8Quantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._check(with_2d_quantization=with_2d_quantization)
-        self.dtype = DType.cast(fp8_dtype)
-        fp8(self.dtype)
+        self.dtype = of_core(fp8(fp8_dtype))
         self.with_2d_quantization = with_2d_quantization
 
     @property
@@ -123,9 +90,7 @@ class MXFP8Quantizer(Quantizer):
         m, k = matrix_of(inp.shape)
         return inp.ndim >= 2 and m % 32 == 0 and k % 32 == 0
 
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-        """The shape of the scales of a tensor."""
-        return documented_scale_shape(self.format, shape, columnwise)
+    get_scale_shape = scale_shape
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the columnwise data."""
@@ -164,11 +129,7 @@ class MXFP8Quantizer(Quantizer):
         return True
 
 
+@kinds.made_by(MXFP8TensorStorage, MXFP8Tensor, MXFP8Quantizer, scaling="mxfp8")
 def _make_mxfp8_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles an `MXFP8Tensor`."""
     return rebuilt(MXFP8Tensor, *args)
-
-
-kinds.enter(
-    kinds.Kind(MXFP8TensorStorage, MXFP8Tensor, _make_mxfp8_tensor_in_reduce_ex), MXFP8Quantizer, scaling="mxfp8"
-)

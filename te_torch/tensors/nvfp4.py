@@ -15,12 +15,12 @@ from te_core.recipe import NVFP4BlockScaling
 from te_core.spelling import choice_error
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
-from te_torch.tensors.block_scaled import BlockScaledStorage, buffer, documented_scale_shape
+from te_torch.tensors.block_scaled import BlockScaledStorage, buffer, scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType
 from te_torch.tensors.mxfp8 import refuse_swizzled
 from te_torch.tensors.pickling import rebuilt
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tensor import QuantizedTensor, constructor
 
 
 class NVFP4TensorStorage(BlockScaledStorage):
@@ -45,46 +45,20 @@ class NVFP4TensorStorage(BlockScaledStorage):
         nvfp4_e4m3_max: int = 448,
         fake_dtype: torch.dtype | None = None,
     ) -> None:
-        if rowwise_data is not None:
-            self._shape = (*rowwise_data.shape[:-1], 2 * rowwise_data.shape[-1])
-        elif columnwise_data is not None:
-            self._shape = (2 * columnwise_data.shape[-1], columnwise_data.shape[0])
-        else:
-            self._shape = (0,)
+        refuse_swizzled(type(self).__name__, with_gemm_swizzled_scales)
         given = Buffers(
             rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_data, columnwise_scale_inv, amax_columnwise
         )
-        rules = (with_gemm_swizzled_scales, row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max)
-        self._given(fake_dtype or torch.float32, given, quantizer, *rules)
-
-    def _given(
-        self, dtype: torch.dtype, given: Buffers, quantizer: Any, swizzled: bool, row_scaled: bool, four: bool, top: int
-    ) -> None:
-        refuse_swizzled(type(self).__name__, swizzled)
-        tiled = bool(quantizer is not None and getattr(quantizer, "with_2d_quantization", False))
-        form = Format(dtypes.float4_e2m1, "nvfp4", tiled, row_scaled, top)
-        self._adopt_all(dtype, form, given, quantizer, (four,))
-
-    def _adopt(self, name: str, t: torch.Tensor | None) -> None:
-        super()._adopt(name, t.reshape(-1) if t is not None and t.ndim != 1 and name.endswith("amax") else t)
+        tiled = bool(getattr(quantizer, "with_2d_quantization", False))
+        form = Format(dtypes.float4_e2m1, "nvfp4", tiled, row_scaled_nvfp4, nvfp4_e4m3_max)
+        self._take(fake_dtype or torch.float32, form, given, quantizer, (nvfp4_use_4over6,))
 
     _amax_rowwise, _amax_columnwise = buffer("_row_amax"), buffer("_col_amax")
 
-    @property
-    def _fp4_dtype(self) -> DType:
-        return DType.kFloat4E2M1
-
-    @property
-    def _row_scaled_nvfp4(self) -> bool:
-        return self._format.row_scaled
-
-    @property
-    def _nvfp4_use_4over6(self) -> bool:
-        return bool(self._options and self._options[0])
-
-    @property
-    def _nvfp4_e4m3_max(self) -> int:
-        return self._format.bound
+    _fp4_dtype = property(lambda self: DType.kFloat4E2M1)
+    _row_scaled_nvfp4 = property(lambda self: self._format.row_scaled)
+    _nvfp4_use_4over6 = property(lambda self: bool(self._options and self._options[0]))
+    _nvfp4_e4m3_max = property(lambda self: self._format.bound)
 
     def _build_default_quantizer(self) -> Any:
         made = NVFP4Quantizer(
@@ -115,12 +89,10 @@ class NVFP4TensorStorage(BlockScaledStorage):
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
         return {
-            **self._four(),
+            **self._given(),
             "amax_rowwise": self._row_amax,
             "amax_columnwise": self._col_amax,
             "fp4_dtype": self._fp4_dtype,
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
             "with_gemm_swizzled_scales": False,
             "row_scaled_nvfp4": self._row_scaled_nvfp4,
             "nvfp4_use_4over6": self._nvfp4_use_4over6,
@@ -131,34 +103,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
 class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
     """A tensor in NVFP4."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None,
-        amax_rowwise: torch.Tensor | None,
-        amax_columnwise: torch.Tensor | None,
-        fp4_dtype: Any = DType.kFloat4E2M1,
-        quantizer: Any = None,
-        with_gemm_swizzled_scales: bool = False,
-        row_scaled_nvfp4: bool = False,
-        nvfp4_use_4over6: bool = False,
-        nvfp4_e4m3_max: int = 448,
-        fake_dtype: torch.dtype | None = None,
-        requires_grad: bool = False,
-        device: Any = None,
-        stride: Any = None,
-        storage_offset: int = 0,
-    ) -> None:
-        given = Buffers(
-            rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_data, columnwise_scale_inv, amax_columnwise
-        )
-        rules = (with_gemm_swizzled_scales, row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max)
-        self._given(dtype, given, quantizer, *rules)
+    __init__ = constructor(NVFP4TensorStorage)
 
 
 class NVFP4Quantizer(Quantizer):
@@ -272,9 +217,7 @@ class NVFP4Quantizer(Quantizer):
         m, k = matrix_of(inp.shape)
         return inp.ndim >= 2 and m % 16 == 0 and k % 16 == 0 and not self.row_scaled_nvfp4
 
-    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-        """The shape of the scales of a tensor."""
-        return documented_scale_shape(self.format, shape, columnwise)
+    get_scale_shape = scale_shape
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the values that the columnwise data holds (two a byte)."""
@@ -291,11 +234,7 @@ class NVFP4Quantizer(Quantizer):
         return not self.stochastic_rounding
 
 
+@kinds.made_by(NVFP4TensorStorage, NVFP4Tensor, NVFP4Quantizer, scaling="nvfp4")
 def _make_nvfp4_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles an `NVFP4Tensor`."""
     return rebuilt(NVFP4Tensor, *args)
-
-
-kinds.enter(
-    kinds.Kind(NVFP4TensorStorage, NVFP4Tensor, _make_nvfp4_tensor_in_reduce_ex), NVFP4Quantizer, scaling="nvfp4"
-)

@@ -38,9 +38,14 @@ def of_kind(kind: Any, maker: Any, arguments: tuple[Any, ...]) -> Any:
         other = made._like(made.shape, made._buffers, kind=kind)
         if not isinstance(other, torch.Tensor):
             return other
-        if getattr(made, "_is_param", False):
-            other._is_param = True
-        return other.requires_grad_(made.requires_grad)
+        return marked(other, made.requires_grad, getattr(made, "_is_param", False))
+
+
+def marked(made: Any, requires_grad: bool, is_param: bool) -> Any:
+    """A tensor as it was: whether it requires a gradient, and whether torch takes it for a parameter."""
+    if is_param:
+        made._is_param = True
+    return made.requires_grad_(requires_grad)
 
 
 def contents(t: Any) -> tuple[Any, ...]:
@@ -53,7 +58,7 @@ def contents(t: Any) -> tuple[Any, ...]:
     return form_key(t._format), tuple(own), t._options if matrix is None else (*t._options, matrix)
 
 
-def put_together(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: Any, **more: Any) -> Any:
+def put_together(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: Any) -> Any:
     """A tensor or storage of this class from what `contents` said."""
     with loading():
         key, buffers, options = state
@@ -66,7 +71,7 @@ def put_together(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantize
         if prod(matrix) != prod(shape) or kind not in kinds.of_format(form)[:2]:
             raise TypeError(f"{kind.__name__} of {form} in the matrix {matrix}")
         check_whole("load a quantized tensor", form, matrix, given)
-        made = kind._of(tuple(shape), dtype, form, packed(given), quantizer, tuple(plain), **more)
+        made = kind._of(tuple(shape), dtype, form, packed(given), quantizer, tuple(plain))
         if folded:
             made._seen = Seen(matrix)
         return made
@@ -75,11 +80,7 @@ def put_together(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantize
 def rebuilt(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: Any, marks: Any) -> Any:
     """A tensor of this class from what `reduced` said."""
     with loading():
-        requires_grad, is_param = marks
-        made = put_together(kind, dtype, shape, state, quantizer, requires_grad=requires_grad)
-        if is_param:
-            made._is_param = True
-        return made
+        return marked(put_together(kind, dtype, shape, state, quantizer), *marks)
 
 
 torch.serialization.add_safe_globals([naming.named, of_kind, (DType, f"{naming.home_of(DType)}.{DType.__qualname__}")])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from te_torch.runtime import (
     to_core_shape,
     to_torch,
 )
-from te_torch.tensors.buffers import Buffers, core_of, form_key, form_of, of_core
+from te_torch.tensors.buffers import Buffers, core_of, form_key, form_of, matrix_of, of_core
 
 _PLAIN = [f.name for f in fields(Operand) if f.init and f.name not in ("dtype", "columnwise", "custom")]
 
@@ -79,7 +80,9 @@ def quantize(
     inner = torch.ops.te_runtime.quantize_pieces(x, scale, rng, key, rowwise, columnwise, amax is not None)
     if amax is not None:
         amax.copy_(torch.maximum(amax, inner[-1]))
-    return _sorted_in(inner, rule.format, rowwise, columnwise)
+    given, count = iter(inner), 3 if rule.format.scaling == "nvfp4" else 2
+    copies = [next(given) if wanted and i < count else None for wanted in (rowwise, columnwise) for i in range(3)]
+    return Buffers(*copies)
 
 
 def quantize_into(
@@ -90,22 +93,7 @@ def quantize_into(
     _quantize(x, rule, rowwise, columnwise, scale, amax, rng, out=out)
 
 
-def _sorted_in(inner: list[torch.Tensor], form: Format, rowwise: bool, columnwise: bool) -> Buffers:
-    """Buffers of a flat list of those that are there."""
-    given = iter(inner)
-    count = 3 if form.scaling == "nvfp4" else 2
-    made: list[torch.Tensor | None] = []
-    for wanted in (rowwise, columnwise):
-        made += [next(given) if wanted and i < count else None for i in range(3)]
-    return Buffers(*made)
-
-
-def _quantize(x: torch.Tensor, *how: Any, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """By the cast that `_cast` makes of the rest, into fresh storage or `out`."""
-    return ops.quantize(runtime_for(x), (to_core_shape if x.is_meta else to_core)(x), _cast(x, *how), out=out)
-
-
-def _cast(
+def _quantize(
     x: torch.Tensor,
     rule: Operand,
     rowwise: bool,
@@ -113,9 +101,10 @@ def _cast(
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
     rng: torch.Tensor | None,
-) -> Cast:
+    out: QuantizedTensor | None = None,
+) -> QuantizedTensor:
     convert = to_core_shape if x.is_meta else to_core
-    return Cast(
+    cast = Cast(
         rule.format,
         rowwise=rowwise,
         columnwise=columnwise,
@@ -128,6 +117,7 @@ def _cast(
         rng=None if rng is None else convert(rng),
         four_over_six=rule.four_over_six,
     )
+    return ops.quantize(runtime_for(x), convert(x), cast, out=out)
 
 
 def empty(form: Format, shape: tuple[int, int], rowwise: bool, columnwise: bool, device: torch.device) -> Buffers:
@@ -153,18 +143,7 @@ def plain(t: torch.Tensor) -> torch.Tensor:
             check_dtype("quantize", t)
         t = t.float()
     t = t.detach()
-    return t.reshape(-1, t.shape[-1]).contiguous() if t.ndim and t.numel() else t.reshape(_rows(t), _columns(t))
-
-
-def _rows(t: torch.Tensor) -> int:
-    rows = 1
-    for n in t.shape[:-1]:
-        rows *= n
-    return rows
-
-
-def _columns(t: torch.Tensor) -> int:
-    return t.shape[-1] if t.ndim else 1
+    return t.reshape(-1, t.shape[-1]).contiguous() if t.ndim and t.numel() else t.reshape(matrix_of(t.shape))
 
 
 # ------------------------------------------------------------------------------------------- for compilers
@@ -175,17 +154,11 @@ def _form(text: str) -> tuple[Format, str]:
     return form_of(key), there
 
 
-def _rule(text: str) -> Operand:
-    _, name, *values = json.loads(text)
-    return rule_of(dtypes.dtype(name), **dict(zip(_PLAIN, values, strict=True)))
-
-
 def _dequantize_op(inner: list[torch.Tensor], shape: list[int], text: str, dtype: torch.dtype) -> torch.Tensor:
     form, there = _form(text)
     given = iter(inner)
     buffers = Buffers(*[next(given) if h == "1" else None for h in there])
-    rt = runtime_for(inner[0])
-    return to_torch(ops.dequantize(rt, core_of(form, (shape[0], shape[1]), buffers), TO_CORE[dtype])).clone()
+    return values(core_of(form, (shape[0], shape[1]), buffers), inner[0], dtype).clone()
 
 
 def _dequantize_fake(inner: list[torch.Tensor], shape: list[int], text: str, dtype: torch.dtype) -> torch.Tensor:
@@ -203,7 +176,8 @@ def _quantize_op(
     *,
     fake: bool = False,
 ) -> list[torch.Tensor]:
-    rule = _rule(text)
+    _, name, *rest = json.loads(text)
+    rule = rule_of(dtypes.dtype(name), **dict(zip(_PLAIN, rest, strict=True)))
     amax = x.new_zeros((1,), dtype=torch.float32) if with_amax else None
     if fake:
         rt = shape_runtime(x.device)
@@ -212,10 +186,6 @@ def _quantize_op(
         made = _quantize(x.contiguous(), rule, rowwise, columnwise, scale, amax, rng)
     inner = [b.clone() for b in of_core(made) if b is not None]  # results of an operator share no memory
     return inner if amax is None else [*inner, amax]
-
-
-def _quantize_fake(*args: Any) -> list[torch.Tensor]:
-    return _quantize_op(*args, fake=True)
 
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
@@ -229,14 +199,13 @@ _library.define(
     " -> Tensor[]"
 )
 _library.impl("quantize_pieces", _quantize_op, "CompositeExplicitAutograd")
-torch.library.register_fake("te_runtime::quantize_pieces", _quantize_fake, lib=_library)
+torch.library.register_fake("te_runtime::quantize_pieces", partial(_quantize_op, fake=True), lib=_library)
 
 
 @register_decomposition(torch.ops.te_runtime.dequantize_exported.default)
 def _dequantize_for_onnx(inner: list[torch.Tensor], shape: list[int], form: str, dtype: torch.dtype) -> torch.Tensor:
     """What torch's exporter to ONNX takes the operator apart to."""
-    *key, there = json.loads(form)
-    kind = form_of(key)
+    kind, there = _form(form)
     if kind.scaling not in ("tensor", "mxfp8") or there[0] == "0":
         got, allowed = f"a tensor held in {kind}", "per-tensor FP8 or MXFP8 with its rowwise copy, or plain tensors"
         raise not_exported(got, allowed, "load te.plain_state_dict(model) into a model of plain weights")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from types import FrameType
@@ -32,13 +33,11 @@ def rows_of_a_shard(shard: Any, mesh: Any, whole: Sequence[int] | None, module: 
     return -(-whole[0] // mesh.size())
 
 
+@dataclass(slots=True, eq=False)
 class Shards:
     """The processes that hold a parameter together. A copy of a shard is one of theirs: nothing of this is copied."""
 
-    __slots__ = ("group",)
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    group: Any
 
     def __deepcopy__(self, memo: Any) -> Shards:
         return self
@@ -57,8 +56,7 @@ def tell_of_shards(t: Any, whole: Any) -> None:
     found = _being_sharded()
     if found is not None and found[2] is not None:
         t._note_shards(found[2])
-        if hasattr(whole, "_memory"):
-            t._memory.state = whole._memory.state
+        t._memory.state = whole._memory.state
 
 
 class Sharded:
@@ -185,10 +183,19 @@ def first_rows(form: Any, shape: tuple[int, int], buffers: Buffers, rows: int) -
     return buffers._replace(row_data=row[:rows])
 
 
+@dataclass(slots=True, eq=False)
 class Sent(OfOneTensor):
     """What a shard sends in each all-gather: views of its buffers, and what the whole parameter needs besides."""
 
-    __slots__ = ("format", "held", "mesh", "metadata", "nominal", "options", "quantizer", "tensors", "whole")
+    held: tuple[torch.Tensor | None, ...]
+    tensors: tuple[torch.Tensor, ...]
+    metadata: Any
+    format: Any
+    options: Any
+    quantizer: Any
+    mesh: Any
+    whole: Any
+    nominal: torch.dtype
 
     @classmethod
     def of(cls, shard: Any, mesh: Any, whole: Any, tensors: Sequence[torch.Tensor], metadata: Any) -> Sent | None:
@@ -196,21 +203,8 @@ class Sent(OfOneTensor):
         held = _held(shard)
         if not held or not all(any(_starts_as(t, h) for h in held if h is not None) for t in tensors):
             return None
-        made = cls()
-        made.held, made.tensors, made.metadata = held, tuple(tensors), metadata
-        made.format, made.options, made.quantizer = shard._format, shard._options, shard._quantizer
-        made.mesh, made.whole, made.nominal = mesh, whole, shard._dtype
-        return made
-
-    format: Any
-    held: tuple[torch.Tensor | None, ...]
-    mesh: Any
-    metadata: Any
-    nominal: torch.dtype
-    options: Any
-    quantizer: Any
-    tensors: tuple[torch.Tensor, ...]
-    whole: Any
+        of_shard = (shard._format, shard._options, shard._quantizer)
+        return cls(held, tuple(tensors), metadata, *of_shard, mesh, whole, shard._dtype)
 
     def fits(self, shard: Any, mesh: Any, whole: Any) -> bool:
         """Whether the shard holds the same, of the same parameter on the same mesh."""
@@ -225,28 +219,28 @@ class Sent(OfOneTensor):
         )
 
 
+@dataclass(slots=True, eq=False)
 class Arrived(OfOneTensor):
     """What came last of all shards, where a parameter's buffers are views of it."""
 
-    __slots__ = ("held", "metadata", "order")
+    held: tuple[torch.Tensor | None, ...]
+    metadata: Any
+    order: tuple[Any, ...]
 
     @classmethod
     def of(cls, whole: Any, gathered: Sequence[torch.Tensor], metadata: Any) -> Arrived | None:
         """That of a parameter over what was gathered; None where its buffers are copies of some of it."""
         held = _held(whole)
-        order = [next((h for h in held if h is not None and _is_all_of(g, h)), None) for g in gathered]
+        order = [
+            next((h for h in held if h is not None and g.numel() == h.numel() and _starts_as(g, h)), None)
+            for g in gathered
+        ]
         known = [*order, metadata.get("fp8_scale_inv")]
         if not held or any(h is None for h in order):
             return None
         if any(h is not None and not any(h is k for k in known) for h in held):  # made of what was gathered
             return None
-        made = cls()
-        made.held, made.metadata, made.order = held, metadata, tuple(order)
-        return made
-
-    held: tuple[torch.Tensor | None, ...]
-    metadata: Any
-    order: tuple[Any, ...]
+        return cls(held, metadata, tuple(order))
 
     def fits(self, whole: Any, gathered: Sequence[torch.Tensor], metadata: Any) -> bool:
         """Whether the same has come again, into the memory of the same buffers."""
@@ -267,18 +261,12 @@ class Arrived(OfOneTensor):
 
 def _held(t: Any) -> tuple[torch.Tensor | None, ...]:
     """The buffers of a tensor that has any of its own, as they are held."""
-    if getattr(t, "_format", None) is None:
-        return ()
-    return (t._row_data, t._row_scale, t._row_amax, t._col_data, t._col_scale, t._col_amax)
+    return () if t._format is None else (t._row_data, t._row_scale, t._row_amax, t._col_data, t._col_scale, t._col_amax)
 
 
 def _starts_as(t: torch.Tensor, held: torch.Tensor) -> bool:
     """Whether a tensor is a view of all of a buffer, or of its first rows."""
     return t.numel() > 0 and t.data_ptr() == held.data_ptr() and t.dtype is held.dtype
-
-
-def _is_all_of(t: torch.Tensor, held: torch.Tensor) -> bool:
-    return t.numel() == held.numel() and _starts_as(t, held)
 
 
 class Hook:

@@ -29,10 +29,11 @@ from te_torch.tensors.buffers import (
     rows_of,
     without,
 )
-from te_torch.tensors.sharding import first_rows, same_memory
+from te_torch.tensors.sharding import Shards, first_rows, same_memory
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, CoreViews, Look, Memory, Part, Place, Seen
+from te_torch.tensors.whole import check_whole
 
 
 class QuantizedTensorStorage:
@@ -45,44 +46,59 @@ class QuantizedTensorStorage:
     _INNER_TENSORS: ClassVar[tuple[str, ...]] = NAMES
     _WIDTH: ClassVar[int] = 1  # elements a byte
     _dtype: torch.dtype
-    _format: Format
+    _format: Format  # None of what holds no buffers of a format of the core
     _options: tuple[Any, ...]
     _quantizer: Any
     _shape: tuple[int, ...]
     _core_views: CoreViews | None = None
     _CHANGES: ClassVar[bool] = False  # whether a change in place needs no more than `changing.Kept` knows
     _kept: Any = None  # by it
+    _shards: Shards | None = None  # of a parameter that is spread over processes
     _group_of_shards: Any = None  # the processes that agree on the maximum of the values, if several do
     _looks: dict[str, Look]
     _memory: Memory
     _seen: Seen = WHOLE
-    _row_data: Any
-    _row_scale: Any
-    _row_amax: Any
-    _col_data: Any
-    _col_scale: Any
-    _col_amax: Any
+    _row_data: Any = None
+    _row_scale: Any = None
+    _row_amax: Any = None
+    _col_data: Any = None
+    _col_scale: Any = None
+    _col_amax: Any = None
 
     @classmethod
     def _of(
         cls,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        form: Format,
-        buffers: Buffers,
+        form: Any,
+        buffers: Any,
         quantizer: Any = None,
         options: tuple[Any, ...] = (),
         place: Place | None = None,
+        device: Any = None,
     ) -> Any:
         made = object.__new__(cls)
         made._shape = shape
         made._hold(dtype, form, buffers, quantizer, options)
         return made
 
-    def _hold(self, dtype: torch.dtype, form: Format, buffers: Buffers, quantizer: Any, options: tuple) -> None:
+    def _hold(self, dtype: torch.dtype, form: Any, buffers: Any, quantizer: Any, options: tuple[Any, ...]) -> None:
         self._dtype, self._format, self._quantizer, self._options = dtype, form, quantizer, options
         self._looks, self._memory, self._seen = {}, Memory(), WHOLE
         self._set_buffers(buffers)
+
+    def _take(self, dtype: torch.dtype, form: Format, given: Buffers, quantizer: Any, options: tuple = ()) -> None:
+        """Hold buffers that somebody gave, if they are all of a tensor."""
+        data = given.row_data if given.row_data is not None else given.col_data
+        shape = (0,) if data is None else tuple(data.shape)
+        if self._WIDTH > 1:
+            shape = (*shape[:-1], self._WIDTH * shape[-1])
+        turned = form.transposed and given.row_data is None
+        self._shape = (*shape[1:], shape[0]) if turned else shape
+        self._hold(dtype, form, Buffers(), quantizer, options)
+        for name, t in zip(NAMES, given, strict=True):
+            self._adopt(name, t)
+        self._set_buffers(check_whole(type(self).__name__, form, tuple(self.shape), self._buffers))
 
     # -------------------------------------------------------------------------------------------- buffers
 
@@ -127,25 +143,20 @@ class QuantizedTensorStorage:
             if buffer is not None and buffer is getattr(made, name):
                 made._looks[name] = self._look(name, buffer)
 
-    def _show(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """The documented view of a buffer, made now: data without padding."""
-        if name == "_row_data" or (name == "_col_data" and not self._format.transposed):
-            return self._show_row(buffer)
-        return self._show_turned(buffer) if name == "_col_data" else buffer
-
-    def _show_row(self, data: torch.Tensor) -> torch.Tensor:
-        """Data in the tensor's shape."""
-        m, k = self._matrix()
-        k = -(-k // self._WIDTH)
-        shape = (*self.shape[:-1], -(-self.shape[-1] // self._WIDTH)) if self.shape else ()
-        if data.shape == shape:
+    def _show(self, name: str, data: torch.Tensor) -> torch.Tensor:
+        """The documented view of a buffer, made now: data without padding, in the tensor's shape. Transposed data is
+        [K, ...], or [K, M / 2] where a byte holds two.
+        """
+        if not name.endswith("data"):
             return data
-        whole = data[:m, :k]
-        return whole if self._folded() and not whole.is_contiguous() else whole.view(shape)
-
-    def _show_turned(self, data: torch.Tensor) -> torch.Tensor:
-        """Transposed data: [K, ...], or [K, M / 2] where a byte holds two."""
         m, k = self._matrix()
+        if name == "_row_data" or not self._format.transposed:
+            k = -(-k // self._WIDTH)
+            shape = (*self.shape[:-1], -(-self.shape[-1] // self._WIDTH)) if self.shape else ()
+            if data.shape == shape:
+                return data
+            whole = data[:m, :k]
+            return whole if self._folded() and not whole.is_contiguous() else whole.view(shape)
         m = -(-m // self._WIDTH)
         leading = (m,) if self._folded() or self._WIDTH > 1 else self.shape[:-1]
         shape = (k, *leading) if self.shape else ()
@@ -154,7 +165,8 @@ class QuantizedTensorStorage:
     def _adopt(self, name: str, t: torch.Tensor | None) -> None:
         """Hold a buffer that somebody gave, as the matrix that the core reads; it is shown as it was given."""
         if t is None or name not in ("_row_data", "_col_data"):
-            setattr(self, name, t)
+            flat = t is not None and t.ndim != 1 and (name.endswith("amax") or self._format.scaling == "tensor")
+            setattr(self, name, t.reshape(-1) if flat else t)  # type: ignore[union-attr]
         else:
             data = t if t.dtype is torch.uint8 else t.view(torch.uint8)
             setattr(self, name, self._as_matrix(data, name == "_col_data" and self._format.transposed))
@@ -412,6 +424,8 @@ class QuantizedTensorStorage:
         nominal = dtype or self._dtype
         made = (kind or self)._of(tuple(shape), nominal, self._format, buffers, quantizer, self._options, place=place)
         made._memory = self._memory
+        if self._shards is not None:
+            made._shards = self._shards
         if tuple(shape) == tuple(self.shape):
             made._seen = self._seen
             self._share_looks(made)
@@ -518,16 +532,17 @@ class QuantizedTensorStorage:
 
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """These buffers, dense and without padding, and what else the gathered tensor needs."""
-        fields = self.fsdp_buffer_fields()
-        metadata = {
-            "field_names": fields,
-            "usages": {"rowwise": self._row_data is not None, "columnwise": self._col_data is not None},
+        metadata = {**self._to_all(), "format": self._format, "options": self._options}
+        return [self._to_gather(n).contiguous() for n in metadata["field_names"]], metadata
+
+    def _to_all(self) -> dict[str, Any]:
+        """What a gathered tensor of any format needs besides the buffers."""
+        return {
+            "field_names": self.fsdp_buffer_fields(),
+            "usages": self.get_usages(),
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
-            "format": self._format,
-            "options": self._options,
         }
-        return [self._to_gather(n).contiguous() for n in fields], metadata
 
     def _to_gather(self, field: str) -> torch.Tensor:
         return getattr(self, field)

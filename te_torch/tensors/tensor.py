@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from te_core.errors import ArgumentError
-from te_core.quantized import Format
 from te_core.tape.walk import Facts
 from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import pickling
@@ -60,24 +60,17 @@ class QuantizedTensor(QuantizedTorch):
         cls,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        form: Format,
-        buffers: Buffers,
+        form: Any,
+        buffers: Any,
         quantizer: Any = None,
         options: tuple[Any, ...] = (),
-        *,
-        requires_grad: bool = False,
         place: Place | None = None,
+        device: Any = None,
     ) -> Any:
         first = buffers.row_data if buffers.row_data is not None else buffers.col_data
         stride, offset = place or (None, 0)
         made = QuantizedTensor.__new__(
-            cls,
-            shape,
-            dtype,
-            requires_grad=requires_grad,
-            device=None if first is None else first.device,
-            stride=stride,
-            storage_offset=offset,
+            cls, shape, dtype, device=device if first is None else first.device, stride=stride, storage_offset=offset
         )
         made._hold(dtype, form, buffers, quantizer, options)
         return made
@@ -287,6 +280,29 @@ class QuantizedTensor(QuantizedTorch):
 
     def __format__(self, spec: str) -> str:
         return format(self.detach().dequantize(), spec) if self.ndim == 0 else repr(self)
+
+
+def constructor(storage: type) -> Any:
+    """The `__init__` of a tensor class: the arguments of its storage's, below those of every tensor."""
+
+    def __init__(  # noqa: N807
+        self: Any,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        requires_grad: bool = False,
+        device: Any = None,
+        stride: Any = None,
+        storage_offset: int = 0,
+        **held: Any,
+    ) -> None:
+        storage.__init__(self, **{**held, "fake_dtype": dtype})  # type: ignore[misc]
+        del self._shape  # torch has it
+
+    told, own = signature(__init__), signature(storage).parameters.values()
+    of_torch = [*told.parameters.values()][:-1]
+    __init__.__signature__ = told.replace(parameters=[*of_torch[:3], *own, *of_torch[3:]])  # type: ignore[attr-defined]
+    return __init__
 
 
 class _Dequantize(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +12,11 @@ from te_torch.runtime import to_core, to_core_shape
 from te_torch.tensors.buffers import Buffers, core_of, form_of
 
 
+@dataclass(slots=True, eq=False)
 class AsConstant:
     """A quantizer as a compiler's constant: guarded by its rule, and by the tensors it reads, not copied."""
 
-    __slots__ = ("quantizer",)
-
-    def __init__(self, quantizer: Any) -> None:
-        self.quantizer = quantizer
+    quantizer: Any
 
     def _key(self) -> tuple[Any, ...]:
         q = self.quantizer

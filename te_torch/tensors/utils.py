@@ -147,18 +147,11 @@ def _per_tensor(weight: Any, master: torch.Tensor | None, start: int, group: Any
         if shard is not None:
             shard.view(torch.uint8).view(-1)[:n].copy_(data)
         else:
-            _write_flat(weight._data, start, data)
+            flat = weight._data.reshape(-1)  # a copy, of a view without dense memory
+            flat[start : start + n] = data
+            if not weight._data.is_contiguous():
+                weight._data.copy_(flat.view(weight._data.shape))
     torch.autograd.graph.increment_version(weight)
-
-
-def _write_flat(data: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Into elements `start` and following of a tensor that may be a view without dense memory."""
-    if data.is_contiguous():
-        data.view(-1)[start : start + values.numel()].copy_(values)
-        return
-    whole = data.reshape(-1)
-    whole[start : start + values.numel()] = values
-    data.copy_(whole.view(data.shape))
 
 
 def cast_master_weights_to_fp8(*args: Any, **kwargs: Any) -> None:
@@ -171,15 +164,15 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     """Make the columnwise copies of weights anew, of the rowwise data that was gathered."""
     with torch.no_grad():
         for weight in model_weights:
-            if isinstance(weight, QuantizedTensorStorage) and hasattr(weight, "_row_data"):
-                if weight._row_data is not None and weight._derives_columnwise():
+            if isinstance(weight, QuantizedTensorStorage) and weight._row_data is not None:
+                if weight._derives_columnwise():
                     weight._make_columnwise()
 
 
 def clear_columnwise_cache(tensor: Any) -> None:
     """Drop a columnwise copy that can be made of the rowwise one."""
-    if isinstance(tensor, QuantizedTensorStorage) and hasattr(tensor, "_row_data"):
-        if tensor._row_data is not None and tensor._col_data is not None and tensor._derives_columnwise():
+    if isinstance(tensor, QuantizedTensorStorage) and tensor._row_data is not None and tensor._col_data is not None:
+        if tensor._derives_columnwise():
             tensor.update_usage(columnwise_usage=False)
 
 

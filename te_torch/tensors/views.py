@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,19 +43,17 @@ class Seen(NamedTuple):
 WHOLE = Seen()
 
 
+@dataclass(slots=True, eq=False)
 class Memory:
     """What all tensors over the same data know of it, or of parts of it."""
 
-    __slots__ = ("alone", "arriving", "blank", "giver", "size", "state", "writes")
-
-    def __init__(self) -> None:
-        self.writes = 0
-        self.size = 0  # elements of the tensor that parts were made of
-        self.arriving: Any = None  # parts of another tensor that were written to it (arriving.py)
-        self.blank = False  # all zeros, to which any scale fits
-        self.alone: Any = None  # the one part that was written since, beside which all is zero (FSDP2 fills shards up)
-        self.giver = (0, 0)  # the scaling state that its scale is of, by token, and the column (te_torch.handovers)
-        self.state: Any = None  # of a module's weight with delayed scaling: the scaling state
+    writes: int = 0
+    size: int = 0  # elements of the tensor that parts were made of
+    arriving: Any = None  # parts of another tensor that were written to it (arriving.py)
+    blank: bool = False  # all zeros, to which any scale fits
+    alone: Any = None  # the one part that was written since, beside which all is zero (FSDP2 fills shards up)
+    giver: tuple[int, int] = (0, 0)  # the scaling state that its scale is of, by token, and the column (handovers)
+    state: Any = None  # of a module's weight with delayed scaling: the scaling state
 
     @property
     def margin(self) -> int | None:
@@ -62,19 +61,17 @@ class Memory:
         return None if self.state is None else self.state.begins
 
 
+@dataclass(slots=True, eq=False)
 class Look:
     """A buffer and its documented view, made once: programs keep these views, and compare them by identity.
 
     Tensors that share buffers share their looks.
     """
 
-    __slots__ = ("as_of", "buffer", "given", "view")
-
-    def __init__(self, buffer: torch.Tensor, given: torch.Tensor | None = None) -> None:
-        self.buffer = buffer
-        self.given = given
-        self.view: torch.Tensor | None = None
-        self.as_of = 0  # of a transpose: how often the data had been written when it was made
+    buffer: torch.Tensor
+    given: torch.Tensor | None = None
+    view: torch.Tensor | None = None
+    as_of: int = 0  # of a transpose: how often the data had been written when it was made
 
     def seen(self, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The view: the tensor that was given if it is of the view's shape, else what this function makes."""

@@ -67,32 +67,21 @@ def check_whole(operation: str, form: Format, shape: Sequence[int], buffers: Buf
             continue
         if scale is None and form.scaling == "tensor":
             scale = buffers.row_scale
-        _check_copy(partial(_refused, operation, way, tuple(shape)), form, matrix, columnwise, (data, scale, amax))
+        refused, parts = partial(_refused, operation, way, tuple(shape)), pieces_of(CPU, form, matrix, columnwise)
+        needed, scales, amaxes = least_of(form, matrix, columnwise)
+        scale_type = torch.float32 if parts.scale_type is dtypes.float32 else torch.uint8
+        for name, t, least, dtype in (("data", data, needed, torch.uint8), ("scales", scale, scales, scale_type)):
+            if t is None or not _reaches(t, least):
+                raise refused(name, t, f"{least}, or that padded")
+            if t.dtype is not dtype:
+                raise refused(name, t, str(dtype))
+        if data.ndim == 2 and (data.shape[0] > parts.data[0] or data.shape[1] > parts.data[1]):
+            raise refused("data", data, f"{needed}, or that padded: {parts.data}")
+        if form.scaling == "tensor" and scale.numel() > 1:
+            raise refused("scales", scale, "one scale")
+        if amaxes and (amax is None or amax.numel() < amaxes or amax.dtype is not torch.float32):
+            raise refused("amaxes", amax, f"{amaxes} in torch.float32")
     return buffers
-
-
-def padded(form: Format, matrix: tuple[int, int], columnwise: bool) -> tuple[int, int]:
-    """The shape of a copy's data as the core has it."""
-    return pieces_of(CPU, form, matrix, columnwise).data
-
-
-def _check_copy(
-    refused: Any, form: Format, matrix: tuple[int, int], columnwise: bool, copy: tuple[torch.Tensor, Any, Any]
-) -> None:
-    (data, scale, amax), parts = copy, pieces_of(CPU, form, matrix, columnwise)
-    needed, scales, amaxes = least_of(form, matrix, columnwise)
-    scale_type = torch.float32 if parts.scale_type is dtypes.float32 else torch.uint8
-    for name, t, least, dtype in (("data", data, needed, torch.uint8), ("scales", scale, scales, scale_type)):
-        if t is None or not _reaches(t, least):
-            raise refused(name, t, f"{least}, or that padded")
-        if t.dtype is not dtype:
-            raise refused(name, t, str(dtype))
-    if data.ndim == 2 and (data.shape[0] > parts.data[0] or data.shape[1] > parts.data[1]):
-        raise refused("data", data, f"{needed}, or that padded: {parts.data}")
-    if form.scaling == "tensor" and scale.numel() > 1:
-        raise refused("scales", scale, "one scale")
-    if amaxes and (amax is None or amax.numel() < amaxes or amax.dtype is not torch.float32):
-        raise refused("amaxes", amax, f"{amaxes} in torch.float32")
 
 
 def _reaches(t: torch.Tensor, least: tuple[int, ...]) -> bool:

@@ -197,19 +197,17 @@ class _Swap:
         return [p for key, (_, p) in self.parameters.items() if self.products and key in _WEIGHTS]
 
 
+@dataclass
 class _Swaps:
-    def __init__(
-        self, filter: Filter | None, precision: Precision | None, held: Operand | None, heads: set[nn.Module]
-    ) -> None:
-        self.rows: list[Conversion] = []
-        self.keys: dict[str, str] = {}
-        self.places: list[tuple[nn.Module, str, nn.Module, _Swap, str]] = []
-        self.ours: set[int] = set()  # layers that were converted before
-        self._filter = filter
-        self._precision = precision
-        self._held = held
-        self._heads = heads
-        self._decided: dict[tuple[int, str], _Swap | None] = {}  # by place: a shared parent is met more than once
+    filter: Filter | None
+    precision: Precision | None
+    held: Operand | None
+    heads: set[nn.Module]
+    rows: list[Conversion] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+    places: list[tuple[nn.Module, str, nn.Module, _Swap, str]] = field(default_factory=list)
+    ours: set[int] = field(default_factory=set)  # layers that were converted before
+    decided: dict[tuple[int, str], _Swap | None] = field(default_factory=dict)  # by place: shared parents come again
 
     def keep(self, name: str, module: nn.Module, why: str) -> None:
         self.rows.append(Conversion(name, _was(module), "", why))
@@ -223,9 +221,9 @@ class _Swaps:
             if child is None:
                 continue
             name, place = f"{prefix}{key}", (id(parent), key)
-            if place not in self._decided:
-                self._decided[place] = self._decide(parent, key, child, name)
-            swap = self._decided[place]
+            if place not in self.decided:
+                self.decided[place] = self._decide(parent, key, child, name)
+            swap = self.decided[place]
             if swap is None:
                 self.visit(child, f"{name}.")
                 continue
@@ -255,9 +253,9 @@ class _Swaps:
         plain = [p for p in swap.weights() if id(p) not in held]
         if plain:
             return f"weight in high precision: it is shared with {names.get(id(plain[0]), 'others')}"
-        if not swap.products or self._held is None:
+        if not swap.products or self.held is None:
             return ""
-        return f"weight held as {self._held.format}"
+        return f"weight held as {self.held.format}"
 
     def _decide(self, parent: nn.Module, key: str, child: nn.Module, name: str) -> _Swap | None:
         found = _found(child)
@@ -268,14 +266,14 @@ class _Swaps:
             return None
         if isinstance(parent, _READERS):
             found = f"{type(parent).__name__} reads its weights and may never call it"
-        elif isinstance(found, _Swap) and not self._heads.isdisjoint(child.modules()):
-            found = _HEAD if child in self._heads else "not fused: its last layer is the head"
-        elif isinstance(found, _Swap) and self._filter is not None and not self._filter(name, child):
+        elif isinstance(found, _Swap) and not self.heads.isdisjoint(child.modules()):
+            found = _HEAD if child in self.heads else "not fused: its last layer is the head"
+        elif isinstance(found, _Swap) and self.filter is not None and not self.filter(name, child):
             found = "the filter said no"
         if isinstance(found, str):
             self.keep(name, child, found)
             return None
-        note = _meaning(found.products, self._precision)
+        note = _meaning(found.products, self.precision)
         self.rows.append(Conversion(name, _was(child), found.kind.__name__, note))
         self.places.append((parent, key, child, found, name))
         return found
@@ -357,17 +355,13 @@ def _found(module: nn.Module) -> _Swap | str | None:
         return _foreign(module, how)
     if not isinstance(module, _SINGLE):
         return None
-    return _obstacle(module) or (_linear(module) if isinstance(module, nn.Linear) else _norm(module))
-
-
-def _obstacle(module: nn.Module) -> str:
-    """What keeps a layer from being taken for what its class says, or its parameters from being taken over."""
     if nn.utils.parametrize.is_parametrized(module):
         return "it is parametrized"
     if type(module) not in _SINGLE:
         base = next(kind for kind in _SINGLE if isinstance(module, kind))
         return f"a subclass of nn.{base.__name__}, whose forward may differ"
-    return _attached(module) or _parameters_unfit(module)
+    unfit = _attached(module) or _parameters_unfit(module)
+    return unfit or (_linear(module) if isinstance(module, nn.Linear) else _norm(module))
 
 
 def _attached(module: nn.Module) -> str:
@@ -455,9 +449,9 @@ def _fused(sequence: nn.Sequential) -> _Swap | str | None:
     """The fused module of norm, linear or norm, linear, activation, linear."""
     members = list(sequence._modules.items())
     kinds = [member for _, member in members]
-    if len(kinds) not in (2, 4) or not _is_norm(kinds[0]) or not isinstance(kinds[1], nn.Linear):
+    if len(kinds) not in (2, 4) or not all(isinstance(linear, nn.Linear) for linear in kinds[1::2]):
         return None
-    if len(kinds) == 4 and not isinstance(kinds[3], nn.Linear):
+    if not isinstance(kinds[0], tuple(_NORMS)) and registered(type(kinds[0])) is None:
         return None
     attached = _attached(sequence)
     if attached:
@@ -473,10 +467,6 @@ def _fused(sequence: nn.Sequential) -> _Swap | str | None:
     if misfit:
         return f"not fused: {misfit}"
     return _norm_linear(parts) if len(kinds) == 2 else _norm_mlp(parts, kinds[2])
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, tuple(_NORMS)) or registered(type(module)) is not None
 
 
 def _norm_options(norm: _Swap) -> dict[str, Any]:
@@ -533,15 +523,12 @@ def _in_words(recipe: Recipe) -> str:
     if precision.factory is not None:
         return f"{name}: the operands are what its factory answers for each module"
     roles = (("input", precision.input), ("weight", precision.weight), ("gradient", precision.grad))
-    lines = [f"{name}: " + ", ".join(f"{role} {_operand(operand)}" for role, operand in roles)]
+    held = ((role, "in high precision" if o is None else f"{o.format} ({o.scaling})") for role, o in roles)
+    lines = [f"{name}: " + ", ".join(f"{role} {how}" for role, how in held)]
     able, reason = recipe_support(recipe)
     if not able:
         lines.append(f"on this machine: {reason}")
     return "\n".join(lines)
-
-
-def _operand(operand: Operand | None) -> str:
-    return "in high precision" if operand is None else f"{operand.format} ({operand.scaling})"
 
 
 def _meaning(products: tuple[tuple[int, int], ...], precision: Precision | None) -> str:

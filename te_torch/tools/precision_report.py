@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.layers.linear import LinearSpec
-from te_core.quantized import Format
 from te_core.tensor import CPU, Device, cuda_device
 from te_core.tools.explain import OUTSIDE, PRODUCTS, GemmFacts, explain_attention, explain_linear
 from te_torch.attention import choose, flash
@@ -123,7 +122,8 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
             continue
         for part, spec, weight in _linears(module):
             layer, idle_flags = f"{name}{part}", module.flags_without_effect() if spec.parallel is None else ""
-            for facts in explain_linear(spec, _place(weight), _held_as(weight)):
+            held_as = core_of(weight).format if isinstance(weight, QuantizedTorch) else None
+            for facts in explain_linear(spec, _place(weight), held_as):
                 rows.append(Row(layer, facts._replace(reason="; ".join(filter(None, (facts.reason, idle_flags))))))
     return PrecisionReport(rows, idle)
 
@@ -154,7 +154,3 @@ def _products(module: DotProductAttention, plan: Plan) -> list[GemmFacts]:
 
 def _place(weight: torch.Tensor) -> Device:
     return cuda_device(weight.get_device()) if weight.is_cuda else CPU
-
-
-def _held_as(weight: torch.Tensor) -> Format | None:
-    return core_of(weight).format if isinstance(weight, QuantizedTorch) else None
