@@ -63,10 +63,12 @@ class _Source:
 
 def changes(text: str, lines: Container[int] | None = None) -> list[Change]:
     """Every change of a source, in the order of its lines; or those that begin in some of its lines."""
-    source, found = _Source(text), {}
-    for node in ast.walk(ast.parse(text)):
+    source, found, tree = _Source(text), {}, ast.parse(text)
+    types = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
+    said = {id(part) for node in types if node is not None for part in ast.walk(node)}  # what computes nothing
+    for node in ast.walk(tree):
         line = getattr(node.iter if isinstance(node, ast.comprehension) else node, "lineno", 0)
-        if line and (lines is None or line in lines):
+        if line and id(node) not in said and (lines is None or line in lines):
             for operator, place, new in _of(node, source):
                 begin, end = source.span(place)
                 if new != text[begin:end]:

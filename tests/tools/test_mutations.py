@@ -12,7 +12,7 @@ from tools import mutants, touched
 from tools.mutations import changes
 
 CODE = '''
-def scaled(x, scale, *, grad=True):
+def scaled(x: str | None, scale, *, grad=True):
     """A text stays."""
     if grad and scale is not None:
         x = x * scale
@@ -61,6 +61,10 @@ MADE = {
 def test_what_an_operator_makes(operator: str) -> None:
     made = [change.applied(CODE) for change in changes(CODE) if change.operator == operator]
     assert [text for text in made if MADE[operator] in text], made
+
+
+def test_types_are_left_alone() -> None:
+    assert all("x: str | None" in change.applied(CODE) for change in changes(CODE))
 
 
 def test_each_change_is_one_that_python_reads() -> None:
