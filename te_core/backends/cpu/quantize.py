@@ -150,12 +150,12 @@ def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
     out.numpy()[:] += (np.isnan(values).sum(), np.isinf(values).sum())
 
 
-@np.errstate(all="ignore")
 def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> tuple[list[ScalingState], str]:
     """Nothing to prepare."""
     return states, algo
 
 
+@np.errstate(all="ignore")
 def run_update(rt: Runtime, plan: tuple[list[ScalingState], str]) -> None:
     """The delayed-scaling step of all states."""
     states, algo = plan
