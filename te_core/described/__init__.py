@@ -2,10 +2,9 @@
 
 A text has a line for each argument, `name: what it is`, and indented lines that go on. `Owner.name` (a class, a
 function, `Class.method` or a method of any class) is an argument of that one, which goes before the plain name. Several
-names before the colon are arguments of which the same is said.
-`describe` puts the arguments of a function, of a class's constructor and of its methods into their docstrings, in the
-order of the signature and with its defaults, as a section `Args:` of Google's style, which Sphinx (napoleon) and, where
-it imports the package, mkdocstrings read.
+names before the colon are arguments of which the same is said. `describe` puts the arguments of a function, of a
+class's constructor and of its methods into their docstrings, in the order of the signature and with its defaults, as a
+section `Args:` of Google's style, which Sphinx (napoleon) and, where it imports the package, mkdocstrings read.
 """
 
 from __future__ import annotations

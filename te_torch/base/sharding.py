@@ -16,24 +16,29 @@ from te_core.errors import ArgumentError
 from te_torch.values import NamedOptions
 
 
-class MarkedModule(NamedOptions, torch.nn.Module):
+class Shardable(NamedOptions, torch.nn.Module):
+    """A module that may be sharded by itself."""
+
+    #: Whether its parameters lose their memory as its forward ends. FSDP2 makes a class of its own for such modules:
+    #: so nobody else pays for the question.
+    _frees_parameters = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._frees_parameters = any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__)
+
+
+class MarkedModule(Shardable):
     """A module whose parameters carry attributes for trainers, and keep them where torch exchanges the parameters.
 
     A new parameter has none: one of `fully_shard`, of `to_empty`, of `load_state_dict(assign=True)`, of `deepcopy`. One
     that a program assigns is the program's, and gets none: trainers mark their own, some only what has no mark yet.
     """
 
-    #: Whether its parameters lose their memory as its forward ends. FSDP2 makes a class of its own for such modules:
-    #: so nobody else pays for the question.
-    _frees_parameters = False
     _marks: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by the parameter's name
     #: (what FSDP2 gathered, its shard) by the parameter's name: an attribute of the former would be saved with it.
     _gathered: Mapping[str, tuple[torch.Tensor, Any]] = MappingProxyType({})
     _replicated = False  # by DistributedDataParallel (base/replicated.py)
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls._frees_parameters = any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__)
 
     def _mark(self, name: str, **marks: Any) -> None:
         """Attach these to a parameter, and to each that torch puts in its place."""
