@@ -16,7 +16,7 @@ from te_core.errors import UnsupportedError
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS
 from te_torch.tensors import arriving, collectives
-from te_torch.tensors.buffers import Buffers, resolve_shape
+from te_torch.tensors.buffers import resolve_shape
 from te_torch.tensors.changing import Change, end_all
 from te_torch.tensors.sharding import refuse_what_cannot_be_gathered, tell_of_shards
 from te_torch.tensors.views import Part
@@ -129,9 +129,8 @@ def _same(func: Any, t: Any) -> Any:
 @keeps(aten.record_stream.default)
 def _record_stream(func: Any, t: Any, stream: Any) -> None:
     """Of the memory that it has: its buffers'."""
-    for buffer in t._buffers:
-        if buffer is not None:
-            func(buffer, stream)
+    for buffer in t.flatten_inner():
+        func(buffer, stream)
 
 
 @keeps(aten.clone.default)
@@ -163,7 +162,8 @@ def _to(func: Any, t: Any, **kwargs: Any) -> Any:
         return func(values, **kwargs)
     made = t.make_copy(None if device is None else torch.device(device), bool(kwargs.get("non_blocking")))
     if kwargs.get("pin_memory"):
-        made._set_buffers(Buffers(*[None if b is None else b.pin_memory() for b in made._buffers]))
+        for buffer in made.flatten_inner():
+            buffer.data = buffer.pin_memory()
     return made
 
 

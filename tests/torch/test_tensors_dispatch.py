@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import te_torch.tensors as T
+from te_torch.tensors import dispatch
 from tests.backends import devices
 from tests.covering import covering
 from tests.torch.test_tensors import E4M3, E5M2, MAKERS, on_devices, values
@@ -51,6 +52,18 @@ def test_detach_clone_and_friends_keep_the_class(device: str, name: str) -> None
     named = t.to_dtype(torch.float16)
     assert named.dtype is torch.float16 and pointers(named) == pointers(t)
     assert type(t.untyped_storage()) is torch.UntypedStorage and t.untyped_storage().nbytes() == 0
+
+
+@all_makers
+def test_streams_and_pinned_memory_reach_every_buffer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: by what stands in the place of torch's."""
+    t, told = ALL[name]("cpu")(values((32, 64))), []
+    dispatch._KEEPING[torch.ops.aten.record_stream.default](lambda *given: told.append(given), t, "side")
+    assert [b.data_ptr() for b, _ in told] == pointers(t)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda b: b.clone())
+    pinned = dispatch._KEEPING[torch.ops.aten._to_copy.default](None, t, pin_memory=True)
+    assert type(pinned) is type(t) and torch.equal(pinned.dequantize(), t.dequantize())
+    assert not set(pointers(pinned)) & set(pointers(t))
 
 
 def test_views_of_per_tensor_fp8_take_any_shape() -> None:
