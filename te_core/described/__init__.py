@@ -30,6 +30,9 @@ def read(text: str) -> dict[str, str]:
 
 def parameters(function: FunctionType) -> list[tuple[str, str, Any]]:
     """(name, stars before it, default) of each argument but the bound one. `inspect.signature` is 5 times as slow."""
+    if hasattr(function, "__signature__"):  # of a function that another one has made
+        told = [*function.__signature__.parameters.values()]
+        return [(p.name, "", REQUIRED if p.default is p.empty else p.default) for p in told if p.name not in _BOUND]
     code, values, keywords = function.__code__, function.__defaults__ or (), function.__kwdefaults__ or {}
     names, count = code.co_varnames, code.co_argcount
     required, end = count - len(values), count + code.co_kwonlyargcount

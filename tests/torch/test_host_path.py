@@ -79,7 +79,7 @@ def test_nothing_is_worded_for_quantized_weights(recipe: str, fused: bool) -> No
 def test_what_words_is_seen() -> None:
     """Else the tests above would see nothing."""
     t = Tensor(16, (2,), dtypes.float32, CPU, None)
-    assert not worded(lambda: _check.vector("op", "x", t, 2, (dtypes.float32,)))
+    assert not worded(lambda: _check.vector("op", CPU, "x", t, 2, (dtypes.float32,)))
     assert "tensor.py" in worded(lambda: repr(t)).pop()
 
 

@@ -17,6 +17,7 @@ import te_torch as te
 from te_core.backends.cuda.gemm_run import LtPlan
 from te_core.errors import ArgumentError
 from te_core.tape import taped
+from te_core.tape.tape import Drop
 from te_core.tools.explain import explain_tapes
 from te_torch import replays
 from te_torch.replays import Replay
@@ -43,7 +44,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[Used]:
 
         def noted(*arguments: Any) -> Any:
             setattr(found, name, getattr(found, name) + 1)
-            found.frees = bool(arguments[0].tape.released)
+            found.frees = any(isinstance(step, Drop) and step.given for step in arguments[0].tape.steps)
             return real(*arguments)
 
         return noted
