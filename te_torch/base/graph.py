@@ -156,25 +156,28 @@ class _Values:
 
     def _find(self, t: torch.Tensor, place: int, noted: Noted) -> tuple[str | None, Any]:
         """(the value's name, in which other shape it is taken, if it is)."""
-        name = self.names.get(id(t))
-        if name is not None:
-            return name, None
         source = noted.sources[place] if noted.sources else None
         names = (source,) if isinstance(source, str) else source
+        name = self.names.get(id(t))
+        if name is not None:
+            before = self.inputs.get(name)
+            # One parameter under two names may be two parameters in the next call.
+            tied = before is not None and names.__class__ is tuple and before[1] != Of(noted.unit, names)
+            return (None if tied else name), None
         if id(t) in self.sources:  # drawn, or a bias that a part returned
             source = self.sources[id(t)][1]
         elif names.__class__ is tuple:
             source = Of(noted.unit, names)
         else:
-            before = self.memory.get(_where(t)) if t.is_contiguous() else None
-            if before is None or not before.is_contiguous() or not _is_view(t, before):
+            there = self.memory.get(_where(t)) if t.is_contiguous() else None
+            if there is None or not there.is_contiguous() or not _is_view(t, there):
                 return None, None
-            of, to = tuple(before.shape), tuple(t.shape)
+            of, to = tuple(there.shape), tuple(t.shape)
             if of == to:
-                return self.names[id(before)], None
+                return self.names[id(there)], None
             # What is another one in the two shapes, behind the dimensions in front that both have.
             same = next((i for i, (a, b) in enumerate(zip(of, to, strict=False)) if a != b), min(len(of), len(to)))
-            return self.names[id(before)], (of[same:], to[same:])
+            return self.names[id(there)], (of[same:], to[same:])
         if isinstance(source, Of):
             known = source.unit._parameters.keys() | source.unit._buffers.keys()
             if not known.issuperset(source.names):  # a hook computes what stands in a parameter's place

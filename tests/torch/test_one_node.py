@@ -358,6 +358,28 @@ def test_something_in_the_place_of_a_parameter(how: str, planned: bool) -> None:
     assert bits(program(True)) == bits(program(False))
 
 
+def test_a_parameter_under_two_names() -> None:
+    """They are two parameters after weights were loaded, and each has its own gradient."""
+
+    def program(one: bool) -> Any:
+        torch.manual_seed(0)
+        module, x, found = layer(), drawn(ROWS, 2, HIDDEN), []
+        module.one_node = one
+        module.layernorm_mlp.layer_norm_bias = module.self_attention.layernorm_qkv.layer_norm_bias
+        for _ in range(3):
+            module.zero_grad()
+            found.append(step(module, x))
+        state = {name: t * 2 if "mlp.layer_norm_bias" in name else t for name, t in module.state_dict().items()}
+        module.load_state_dict(state, assign=True)
+        for _ in range(3):
+            module.zero_grad()
+            found.append(step(module, x))
+        assert nodes(module) == (1 if one else 5)
+        return found
+
+    assert bits(program(True)) == bits(program(False))
+
+
 @pytest.mark.parametrize("name", ["query_weight", "key_weight", "value_weight"])
 def test_the_dtype_of_one_of_several_weights(name: str) -> None:
     """torch.cat would promote it in silence."""
