@@ -122,26 +122,26 @@ def run(
     *,
     call: Callable[..., Any] | None = None,
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    between: Callable[[Any], None] = lambda module: None,
+    between: Callable[[Any], Any] = lambda module: module,
     flags: bool = False,
 ) -> dict[str, Any]:
     """Outputs, gradients, scaling state and weights of each step, as bytes by name.
 
-    `call` is called in the module's place, in the context `around`; `between` follows each step. With `flags` calls say
-    which microbatch is the first.
+    `call` is called in the module's place, in the context `around`. After each step `between` gives the module that
+    goes on. With `flags` calls say which microbatch is the first.
     """
     found: dict[str, Any] = {}
-    call = module if call is None else call
     device = next((str(p.device) for p in module.parameters()), "cpu")
     for step in range(script.steps):
+        called = module if call is None else call
         if script.looks:
-            _look(module, call, script, recipe, step, device)
+            _look(module, called, script, recipe, step, device)
         torch.manual_seed(step)
         for part in (0, 1):
             given = inputs(script, 2 * step + part, device)
             named = script.row.arguments | ({"is_first_microbatch": part == 0} if flags else {})
             with region(recipe), around():
-                y = call(*given, **named)
+                y = called(*given, **named)
             y.backward(values(*y.shape, seed=100 + step, device=device, dtype=y.dtype))
             found |= bits({f"{step}.{part} y": y, f"{step}.{part} dx": [t.grad for t in given]})
         found |= bits({f"{step} gradient of {n}": local(p.grad) for n, p in named_parameters(module)})
@@ -151,7 +151,7 @@ def run(
                 if p.grad is not None:
                     local(p).sub_(local(p.grad), alpha=0.01)
                 p.grad = None
-        between(module)
+        module = between(module)
         # Copies: torch lets nobody resize memory that NumPy has seen, and offloading does.
         found |= bits({f"{step} weight {n}": local(p).detach().clone() for n, p in named_parameters(module)})
     return found | bits({"next random number": torch.rand(1)})
@@ -313,20 +313,18 @@ def _exported(module: Any, script: Script, recipe: str | None) -> dict[str, Any]
 
 
 def _resumed(module: Any, script: Script, recipe: str | None) -> dict[str, Any]:
-    """After each step the state goes through a file into a module that has never run."""
-    new = copy.deepcopy(module)
-    fresh = [new]
+    """After each step the state goes through a file into a module that has never run, which goes on."""
+    never_run = copy.deepcopy(module)
 
-    def call(*given: Any, **named: Any) -> Any:
-        return fresh[0](*given, **named)
-
-    def between(_: Any) -> None:
+    def between(trained: Any) -> Any:
         file = io.BytesIO()
-        torch.save(fresh[0].state_dict(), file)
+        torch.save(trained.state_dict(), file)
         file.seek(0)
-        fresh[0].load_state_dict(torch.load(file, weights_only=False))
+        new = copy.deepcopy(never_run)
+        new.load_state_dict(torch.load(file, weights_only=False))
+        return new
 
-    return run(new, script, recipe, call=call, between=between)
+    return run(module, script, recipe, between=between)
 
 
 def _functional(module: Any, script: Script, recipe: str | None) -> dict[str, Any]:

@@ -11,9 +11,11 @@ import ast
 from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
-_COMPARED: dict[type[ast.cmpop], str] = {
-    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
-    ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+#: How a comparison is written, and what it becomes.
+_COMPARED: dict[type[ast.cmpop], tuple[str, str]] = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
 }  # fmt: skip
 _COMPUTED: dict[type[ast.operator], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//", ast.BitAnd: "|",
@@ -116,22 +118,11 @@ def _negated(node: Any, s: _Source) -> Iterator[Found]:
 
 
 def _compared(node: Any, s: _Source) -> Iterator[Found]:
-    for i, op in enumerate(node.ops):
-        sides = [node.left, *node.comparators]
-        parts = [s.of(sides[0])]
-        for j, (other, side) in enumerate(zip(node.ops, sides[1:], strict=True)):
-            parts += [_COMPARED[type(op)] if j == i else _word(other), s.of(side)]
+    for i in range(len(node.ops)):
+        parts = [s.of(node.left)]
+        for j, (op, side) in enumerate(zip(node.ops, node.comparators, strict=True)):
+            parts += [_COMPARED[type(op)][i == j], s.of(side)]
         yield "comparison", node, " ".join(parts)
-
-
-def _word(op: ast.cmpop) -> str:
-    return next(word for kind, word in _WORDS.items() if isinstance(op, kind))
-
-
-_WORDS: dict[type[ast.cmpop], str] = {
-    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is",
-    ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
-}  # fmt: skip
 
 
 def _computed(node: Any, s: _Source) -> Iterator[Found]:
