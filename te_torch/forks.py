@@ -155,11 +155,12 @@ def keep_in_checkpoints(operator: Any) -> None:
     (Such a checkpoint is a mark on the nodes in torch 2.11, and two modes in 2.13.)
     """
     from torch._subclasses.functional_tensor import FunctionalTensorMode
-    from torch.fx.traceback import current_meta
+    from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     @operator.py_impl(FunctionalTensorMode)
     def on_its_way_into_a_graph(mode: Any, *args: Any) -> Any:
+        current_meta: dict[str, Any] = traceback.current_meta  # another one in each trace
         before = current_meta.get("recompute")
         current_meta["recompute"] = CheckpointPolicy.MUST_SAVE
         try:

@@ -289,4 +289,4 @@ def test_cuda_update_launches():
     from te_core.backends.cuda import quantize as cuda
 
     states, _ = update_case(rt, np.random.default_rng(1), 801, 3)
-    assert [len(cuda.plan_update(rt, states[:n], "max").launches) for n in (1, 100, 101, 800, 801)] == [1, 1, 1, 1, 2]
+    assert [len(cuda.plan_update(rt, states[:n], "max")) for n in (1, 100, 101, 800, 801)] == [1, 1, 1, 1, 2]
