@@ -97,6 +97,11 @@ BENCHMARKS = {
         ("measure", "measure_quantized"),
         columns=("case", "ms", "torch ms", "TB/s", "of_copy", "host us", "target", "ok"), on_cpu=True,
     ),
+    "experts": Benchmark(
+        columns=("case", "recipe", "shape", "us", "torch_us", "of_torch", "of_dense", "wall us", "gpu us", "TFLOP/s",
+                 "target", "ok"),
+        ratio="of_torch", reference="speed, 1 = torch's grouped product in the same process",
+    ),
     "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),
     "offload": Benchmark(
         columns=("case", "recipe", "ms", "offloaded ms", "of_plain", "MiB away", "held MiB", "offloaded held MiB",

@@ -20,15 +20,11 @@
 // compile-check: A_TYPE=e5m2 B_TYPE=e4m3 OUT=bf16 TILED=0 ACCUMULATE=0
 // compile-check: A_TYPE=e4m3 B_TYPE=e5m2 OUT=float TILED=0 ACCUMULATE=1
 // compile-check: A_TYPE=e4m3 B_TYPE=e4m3 OUT=float TILED=1 ACCUMULATE=0
-#include "common/numeric.cuh"
+#include "common/hopper.cuh"
 
 constexpr int BM = 128, BN = 256, BK = 128, STAGES = 4, CLUSTER = 2, THREADS = 384;
 constexpr int NI = 64, PARTS = BN / NI, HELD = NI / 2;  // columns of one instruction; its registers in a thread
 constexpr int GROUP = 8;                                // tiles of a cluster below one another that share b in L2
-
-struct alignas(64) Map {  // CUtensorMap
-    u8 bytes[128];
-};
 
 struct Arguments {
     Map a, b;
@@ -56,55 +52,6 @@ struct Place {
     int rank, group, lane, row, down, across;
 };
 
-__device__ __forceinline__ u32 address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-
-// ---- barriers and copies -----------------------------------------------------------------------------------
-
-__device__ __forceinline__ void make_barrier(u64& barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void wait(u64& barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(done) : "r"(address(&barrier)), "r"(parity) : "memory");
-    } while (!done);
-}
-
-// At the barrier in the same place of a block of the cluster.
-__device__ __forceinline__ void arrive(u64& barrier, u32 rank) {
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address(&barrier)), "r"(rank) : "memory");
-}
-
-__device__ __forceinline__ void expect(u64& barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 ::"r"(address(&barrier)), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void load_tile(u8* to, const Map& map, int x, int y, u64& barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(address(&barrier)) : "memory");
-}
-
-__device__ __forceinline__ void load_for_both(u8* to, const Map& map, int x, int y, u64& barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-                 " [%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(address(&barrier)), "h"((unsigned short)3)
-                 : "memory");
-}
-
-__device__ __forceinline__ void load_floats(float* to, const float* from, u32 bytes, u64& barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(&barrier)) : "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // Group 0 before group 1, and again.
 __device__ __forceinline__ void take_turn(int group) {
     if constexpr (TILED) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
@@ -115,10 +62,6 @@ __device__ __forceinline__ void give_turn(int group) {
 
 // ---- tensor cores ------------------------------------------------------------------------------------------
 
-#define TEXT_(x) #x
-#define TEXT(x) TEXT_(x)
-#define KEEP4(t, i) "+f"(t[i]), "+f"(t[i + 1]), "+f"(t[i + 2]), "+f"(t[i + 3])
-#define KEEP16(t, i) KEEP4(t, i), KEEP4(t, i + 4), KEEP4(t, i + 8), KEEP4(t, i + 12)
 #define STEP(a, b, adds)  \
     "wgmma.mma_async.sync.aligned.m64n64k32.f32." TEXT(A_TYPE) "." TEXT(B_TYPE)  \
     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
@@ -176,21 +119,6 @@ __device__ __forceinline__ u32 pair(float x, float y) {
     u32 v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(y), "f"(x));
     return v;
-}
-
-// Four lanes side by side exchange four words: lane i then has those of number i.
-__device__ __forceinline__ void turn(u32 (&v)[4], int lane) {
-    const bool odd = lane & 1, high = lane & 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 got = __shfl_xor_sync(~0u, high ? v[i] : v[i + 2], 2);
-        (high ? v[i] : v[i + 2]) = got;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const u32 got = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
-        (odd ? v[i] : v[i + 1]) = got;
-    }
 }
 
 // A row's columns: 16 bytes a lane.

@@ -1,17 +1,21 @@
 """Several linears over groups of rows: y_i = x_i w_i^T + b_i and its gradients, in any precision.
 
 x [T, K] holds the rows of all groups, one group after the other; y [T, N] likewise. Each group is a Linear of its own
-in every respect (its scales, its gradients), so the result is bit for bit that of `num_gemms` separate ones; what is
-shared is the launches: one quantizes all groups of x, one all weights, one all groups of dy. The rows of the groups are
-an argument of the call and no part of the spec: they change with every step.
+in every respect (its scales, its gradients), so the result is that of `num_gemms` separate ones; what is shared is the
+launches: one quantizes all groups of x, one all weights, one all groups of dy. The rows of the groups are an argument
+of the call and no part of the spec: they change with every step. Where the host knows them, a group is a product of its
+own, with the bits of a linear. In high precision running sums on the device are enough, of which the host knows
+nothing: each product is then one launch for all groups, where the device has such (`in_one_launch`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.arguments import explained
@@ -69,16 +73,63 @@ class GroupedSpec:
         return self.parts[0].dtype
 
 
-class Groups:
-    """What one call depends on besides its tensors: the rows of each group, and buffers for y and dx if given."""
+class Sizes:
+    """The rows of each group, which the host knows."""
 
-    __slots__ = ("bounds", "dx", "out", "sizes")
+    __slots__ = ("bounds", "each")
     not_recorded = "sizes of groups that the host knows"  # which are others in each call
 
-    def __init__(self, sizes: Sequence[int], out: Tensor | None = None, dx: Tensor | None = None) -> None:
-        self.sizes = tuple(sizes)
-        self.bounds = bounds_of(self.sizes)
-        self.out, self.dx = out, dx
+    def __init__(self, each: Sequence[int]) -> None:
+        self.each = tuple(each)
+        self.bounds = bounds_of(self.each)
+
+
+class _Groups(NamedTuple):
+    known: Sizes | None
+    out: Tensor | None
+    dx: Tensor | None
+    offsets: Tensor | None
+
+
+class Groups(_Groups):
+    """What one call depends on besides its tensors: the rows of each group, and buffers for y and dx if given.
+
+    The rows are known to the host, or they are on the device: `offsets` int32 [groups + 1], running sums that begin
+    with 0.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        known: Sizes | Sequence[int] | None,
+        out: Tensor | None = None,
+        dx: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Groups:
+        """Of a list of numbers, or of offsets."""
+        sizes = known if known is None or isinstance(known, Sizes) else Sizes(known)
+        return super().__new__(cls, sizes, out, dx, offsets)
+
+    def read(self, rt: Runtime) -> Groups:
+        """The same, known to the host, which waits for the device if it has to."""
+        if self.known is not None:
+            return self
+        assert self.offsets is not None
+        ends = rt.numpy(self.offsets).tolist()
+        return self._replace(known=Sizes([stop - start for start, stop in pairwise(ends)]))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of each group."""
+        assert self.known is not None
+        return self.known.each
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The first row of each group, and the row after its last one."""
+        assert self.known is not None
+        return self.known.bounds
 
 
 class GroupedSaved(tuple[Any, ...]):
@@ -109,10 +160,15 @@ def forward(
     """((y,), saved). `inputs` are the weights [N, K], the biases [N] or None, and the draws (or None)."""
     n = len(spec.parts)
     weights, biases = inputs[:n], inputs[n : 2 * n]
-    leading, _ = flattened(x)
+    leading, x2 = flattened(x)
     width = weights[0].shape[0]  # type: ignore[union-attr]
-    _check_groups(spec, splits, x)
     out = splits.out if splits.out is not None else rt.empty((*leading, width), spec.dtype)
+    if _on_device(spec, splits, weights):
+        used = biases if any(b is not None for b in biases) else None
+        ops.gemm_grouped(rt, x2, weights, out.matrix(), splits.offsets, trans_b=True, bias=used)  # type: ignore[arg-type]
+        return (out,), kept(rt, x, *inputs, spec=spec, splits=splits)
+    splits = splits.read(rt)
+    _check_groups(spec, splits, x)
     each = products(spec.parts, scales, inspectors)
     xs, ws, saved = _operands(rt, x, inputs, spec, each, splits, ready)
     if spec.plain or spec.shared is not None:
@@ -135,6 +191,13 @@ def kept(
     ready: Sequence[QuantizedTensor | None] | None = None,
 ) -> GroupedSaved:
     """What `forward` with these arguments saves, without its products."""
+    n = len(spec.parts)
+    if _on_device(spec, splits, inputs[:n]):
+        wanted, used = any(p.needs.weight for p in spec.parts), any(any(p.needs) for p in spec.parts)
+        nothing: list[Value | None] = [None] * n
+        own, rng, weights = flattened(x)[1] if wanted else None, inputs[2 * n], inputs[:n]
+        return GroupedSaved(rng if used else None, own, *nothing[1:], *(weights if used else nothing), *nothing)
+    splits = splits.read(rt)
     return _operands(rt, x, inputs, spec, products(spec.parts, scales, inspectors), splits, ready)[2]
 
 
@@ -194,8 +257,11 @@ def backward(
     weights = tuple(map(saved_weight, weights))
     each = products(spec.parts, scales, inspectors, sinks)
     leading, dy2 = flattened(dy)
-    _check_groups(spec, splits, dy2)
     dy2 = dense(rt, dy2, spec.dtype)
+    if _on_device(spec, splits, weights):
+        return _backward_on_device(rt, dy2, kept[0], weights, each, splits, leading)
+    splits = splits.read(rt)
+    _check_groups(spec, splits, dy2)
     dbs = [product.bias_gradient(rt, w) for product, w in zip(each, weights, strict=True)]
     gs = _gradients(rt, dy2, spec, each, splits, dbs, rng)
     dx = None
@@ -215,6 +281,60 @@ def backward(
             assert x is not None  # kept for every group whose weight wants a gradient
             dws.append(product.wgrad(rt, operand, x, weights[i], left))
     return dx, *dws, *dbs
+
+
+def _on_device(spec: GroupedSpec, splits: Groups, weights: Sequence[Value | None]) -> bool:
+    """Whether products read the sizes on the device."""
+    return splits.known is None and spec.plain and all(type(w) is Tensor for w in weights)
+
+
+def _backward_on_device(
+    rt: Runtime,
+    dy: Tensor,
+    x: Tensor | None,
+    weights: Sequence[Value],
+    each: Sequence[Product],
+    splits: Groups,
+    leading: tuple[int, ...],
+) -> tuple[Tensor | None, ...]:
+    """`backward`, a launch for all groups each. Gradients of weights that go elsewhere are launches of their own kind:
+    those that are added to, and those of another dtype."""
+    first, offsets = each[0].spec, splits.offsets
+    assert offsets is not None
+    dx = None
+    if first.needs.input:
+        dx = splits.dx if splits.dx is not None else rt.empty((*leading, weights[0].shape[1]), first.dtype)
+        ops.gemm_grouped(rt, dy, weights, dx.matrix(), offsets)
+    dbs = [product.bias_gradient(rt, w) for product, w in zip(each, weights, strict=True)]
+    ops.group_sums(rt, dy, offsets, dbs)
+    dws: list[Tensor | None] = [None] * len(each)
+    together: dict[tuple[bool, DType], list[Tensor | None]] = {}
+    for i, (product, w) in enumerate(zip(each, weights, strict=True)):
+        sink = product.sink
+        if not product.spec.needs.weight:
+            continue
+        main, dtype = None if sink is None else sink.main, gradient_dtype(product.spec, w)
+        if main is None and (sink is None or sink.queue is None):
+            main = dws[i] = rt.empty(w.shape, dtype if dtype is first.dtype else dtypes.float32)
+        if sink is not None and sink.queue is not None:
+            sink.queue.append(partial(_one_weight, dy=dy, x=x, offsets=offsets, at=(i, len(each)), like=w, sink=sink))
+        elif main is not None:
+            key = sink is not None and sink.accumulate, main.dtype
+            together.setdefault(key, [None] * len(each))[i] = main
+    for (accumulate, _), outs in together.items():
+        ops.gemm_grouped(rt, dy, x, outs, offsets, trans_a=True, accumulate=accumulate)  # type: ignore[arg-type]
+    return dx, *dws, *dbs
+
+
+def _one_weight(
+    rt: Runtime, *, dy: Tensor, x: Tensor | None, offsets: Tensor, at: tuple[int, int], like: Value, sink: Sink
+) -> Tensor | None:
+    """The gradient of one group's weight, when its queue comes to it."""
+    outs: list[Tensor | None] = [None] * at[1]
+    outs[at[0]] = rt.empty(like.shape, like.dtype) if sink.main is None else sink.main
+    adds = sink.main is not None and sink.accumulate
+    ops.gemm_grouped(rt, dy, x, outs, offsets, trans_a=True, accumulate=adds)  # type: ignore[arg-type]
+    return outs[at[0]] if sink.main is None else None
 
 
 def _check_groups(spec: GroupedSpec, splits: Groups, x: Value) -> None:

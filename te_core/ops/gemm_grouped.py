@@ -1,17 +1,21 @@
 """Products of groups of rows, each with a matrix of its own (experts).
 
 The rows of all groups lie in one tensor, one group after the other; `offsets` says where each begins: running sums,
-int32 [groups + 1], in device memory, where a kernel can read what the host never knew. What runs today is a loop of
-`gemm` or `gemm_quantized`. It needs the numbers on the host: `sizes`, where the caller has them; else it waits for
-the device.
+int32 [groups + 1], in device memory, where a kernel reads what the host never knew. On Hopper bfloat16 and float16
+take one launch for all groups. Everything else is a loop of `gemm` or `gemm_quantized`, which needs the numbers on the
+host: `sizes`, where the caller has them; else it waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
 
 from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.declare import operation
@@ -26,6 +30,57 @@ from te_core.tensor import META, Tensor
 Rows = Tensor | Sequence[Tensor | QuantizedTensor]  # of all groups, or of each; `quantize_grouped` gives the latter
 
 
+@dataclass(frozen=True, slots=True)
+class GroupedGemmSpec:
+    """All that the plan of one launch for all groups depends on."""
+
+    groups: int
+    rows: int  # of all groups
+    m: int  # with trans_a the columns of a; else 0
+    n: int
+    k: int  # without trans_a the columns of a; else 0
+    trans_a: bool
+    trans_b: bool
+    dtype: DType  # of a, b, bias
+    out: DType
+    accumulate: bool
+    alignment: int = 16  # the largest power of two up to 16 that divides every address
+
+
+@operation("""
+    sizes [E] i32|i64: Rows of each group.
+    rows: Rows of all groups.
+    out [E + 1] i32 written: Where the running sums are written.
+    faults? [1] i32 written: Counter that grows by one where sizes do not add up to `rows`. None counts nothing.
+""")
+def group_offsets(rt: Runtime, sizes: Tensor, rows: int, out: Tensor, faults: Tensor | None = None) -> Tensor:
+    """Where each group begins, and where the last one ends, in `out`.
+
+    Whatever the sizes are, the sums ascend and do not exceed `rows`: a negative size counts as 0.
+    """
+    rt.backend.group_offsets(rt, sizes, rows, out, faults)
+    return out
+
+
+@operation("""
+    x [T, N] act: Rows of all groups.
+    offsets [G] i32: Running sums of the rows of the groups.
+    outs: Vectors [N] of one type, each set to the sums of a group. None where a group's are not wanted.
+""")
+def group_sums(rt: Runtime, x: Tensor, offsets: Tensor, outs: Sequence[Tensor | None]) -> None:
+    """The column sums of each group's rows, added in float32."""
+    wanted = [out for out in outs if out is not None]
+    for out in wanted:
+        kinds = ACTIVATION_DTYPES if out is wanted[0] else (wanted[0].dtype,)
+        _check.vector("group_sums", rt.device, "an out", out, x.shape[1], kinds)
+        _check.written("group_sums", "an out", out)
+    if len(outs) + 1 != offsets.shape[0]:
+        got = f"{len(outs)} outs and offsets {offsets.shape}"
+        raise ArgumentError("group_sums", got, "an out, or None, for each group", "correct the counts")
+    if wanted:
+        rt.backend.group_sums(rt, x, offsets, outs)
+
+
 @operation(
     """
     out: Where the result is written.
@@ -33,13 +88,13 @@ Rows = Tensor | Sequence[Tensor | QuantizedTensor]  # of all groups, or of each;
     sizes: Rows of each group, numbers of the host. None where `offsets` says it.
     bias: Vectors [N], one for each group. None adds none.
 """,
-    runs="",
+    runs="plan_gemm_grouped",
 )
 def gemm_grouped(
     rt: Runtime,
     a: Rows,
     b: Rows,
-    out: Tensor | Sequence[Tensor],
+    out: Tensor | Sequence[Tensor | None],
     offsets: Tensor | None = None,
     *,
     sizes: Sequence[int] | None = None,
@@ -51,7 +106,10 @@ def gemm_grouped(
     emulate: bool = False,
     strict: bool = False,
 ) -> None:
-    """out_i = op(a_i) @ op(b_i) + bias_i for each group i, bit for bit as `gemm` or `gemm_quantized` computes it alone.
+    """out_i = op(a_i) @ op(b_i) + bias_i for each group i.
+
+    A loop gives the bits of `gemm` or `gemm_quantized`. One launch for all groups (dense 16-bit tensors with `offsets`,
+    on Hopper) adds in float32, too, in an order of its own.
 
     Without `trans_a` the rows of a [T, K] are the groups', b is a matrix for each group, and out is [T, N]. With it a
     [T, M] and b [T, N] both hold rows of the groups, which the product contracts, and out is a matrix [M, N] for each
@@ -69,6 +127,11 @@ def gemm_grouped(
             "correct the operands",
         )
     groups = len(matrices)
+    if offsets is not None:
+        plan, each = _in_one_launch(rt, (a, b, out, bias), offsets, trans_a, trans_b, accumulate)
+        if plan is not None:
+            plan.run(rt, a, *each)
+            return
     sizes = _sizes(op, rt, groups, offsets, sizes)
     rows = sum(sizes)
     for t in (a, b, out, matrices if bias is None else bias):
@@ -83,6 +146,8 @@ def gemm_grouped(
     bounds = bounds_of(sizes)
     for i, (start, stop) in enumerate(bounds):
         result = out.rows(start, stop) if isinstance(out, Tensor) else out[i]
+        if result is None:
+            continue
         left = a.rows(start, stop) if isinstance(a, Tensor) else a[i]
         right = b.rows(start, stop) if isinstance(b, Tensor) else b[i]
         for x in (left, right) if trans_a else (left,):  # of quantized ones storage has more rows
@@ -121,6 +186,60 @@ def gemm_grouped(
             if isinstance(y, QuantizedTensor):
                 y = dense_columns(rt, y, x.dtype, not trans_b)
             gemm(rt, x, y, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=accumulate)
+
+
+def in_one_launch(rt: Runtime, dtype: DType, n: int, k: int, groups: int) -> bool:
+    """Whether the products of linears [n, k] of so many groups, forward and backward, need no numbers on the host."""
+    able: bool = rt.plans.find(rt, _all_three, (dtype, n, k, groups))
+    return able
+
+
+def _all_three(rt: Runtime, asked: tuple[DType, int, int, int]) -> bool:
+    dtype, n, k, groups = asked
+    kinds = ((0, n, k, False, True), (0, k, n, False, False), (n, k, 0, True, False))
+    specs = [GroupedGemmSpec(groups, 1, *kind, dtype, dtype, accumulate=False) for kind in kinds]
+    return all(_plan(rt, spec) is not None for spec in specs)
+
+
+def _in_one_launch(
+    rt: Runtime, operands: tuple[Any, ...], offsets: Tensor, trans_a: bool, trans_b: bool, accumulate: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    """(the plan for all groups if there is one, what it runs with after a)."""
+    a, b, out, bias = operands
+    given = [t for t in operands if isinstance(t, Tensor)]
+    several = [t for ts in operands if ts is not None and not isinstance(ts, Tensor) for t in ts if t is not None]
+    groups = offsets.shape[0] - 1
+    one = len(given) == 2 and isinstance(a, Tensor) and all(type(t) is Tensor for t in several)
+    matrices = [t for t in several if t.ndim == 2]
+    lengths = [len(ts) == groups for ts in operands if ts is not None and not isinstance(ts, Tensor)]
+    if not (one and matrices and groups and all(lengths) and offsets.dtype is dtypes.int32):
+        return None, ()
+    shape, kind = matrices[0].shape, matrices[0].dtype
+    beside, result = given[1], kind if trans_a else given[1].dtype  # b, or out
+    rows = a.shape[0]
+    if trans_a:
+        m, n, k = shape[0], shape[1], 0
+        alike = shape == (a.shape[1], beside.shape[1]) and beside.dtype is a.dtype
+    else:
+        (n, k) = shape if trans_b else shape[::-1]
+        m, alike = 0, a.shape[1] == k and beside.shape == (rows, n) and kind is a.dtype
+    alike = alike and beside.shape[0] == rows and all(t.shape == shape and t.dtype is kind for t in matrices)
+    vectors = [t for t in several if t.ndim != 2]
+    alike = alike and all(t.shape == (n,) and t.dtype is a.dtype for t in vectors)
+    dense = all(t.is_contiguous and t.device is rt.device for t in (*given, *several, offsets))
+    if not (alike and dense):
+        return None, ()
+    bits = reduce(or_, [t.ptr for t in (*given, *several)], 16)
+    spec = GroupedGemmSpec(groups, rows, m, n, k, trans_a, trans_b, a.dtype, result, accumulate, alignment=bits & -bits)
+    plan = rt.plans.find(rt, _plan, spec)
+    biases = [None] * groups if bias is None else bias
+    for t in matrices if trans_a else (out,):  # which a launch writes
+        _check.written("gemm_grouped", "out", t)
+    return plan, ([beside] if trans_a else b, out if trans_a else [out], offsets, biases)
+
+
+def _plan(rt: Runtime, spec: GroupedGemmSpec) -> Any:
+    return rt.backend.plan_gemm_grouped(rt, spec)
 
 
 def _sizes(op: str, rt: Runtime, groups: int, offsets: Tensor | None, sizes: Sequence[int] | None) -> Sequence[int]:

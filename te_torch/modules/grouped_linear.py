@@ -1,7 +1,8 @@
 """`GroupedLinear`: a linear for each group of rows, the experts of a mixture-of-experts layer.
 
-Splits given as a list, or as a tensor on the CPU, never wait for the GPU. The sizes of the GEMMs have to be known on
-the host, so a tensor on the GPU costs one copy in each forward, counted in `GroupedLinear.host_copies`.
+Splits given as a list, or as a tensor on the CPU, never wait for the GPU. In bfloat16 and float16 on Hopper products
+read sizes on the device: a tensor on the GPU stays there, and new sizes lead to no new recording. Elsewhere the host
+has to know them: a tensor on the GPU costs one copy in each forward, counted in `GroupedLinear.host_copies`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from te_torch.export.mode import exporting
 from te_torch.forks import fork_of
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
-from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host_copy, rows_of
+from te_torch.modules.grouped_traced import apply_traced, checked_sizes, groups_of, on_host_copy, rows_of
 from te_torch.modules.layer import empty_bias, keeps_original, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
@@ -163,7 +164,9 @@ class GroupedLinear(BaseModule):
                 f"GroupedLinear.forward{within(self)}: got a quantized input. Allowed: a plain one. To do: dequantize."
             )
         check_input("GroupedLinear.forward", inp, self.in_features)
-        sizes = None if tracing else checked_sizes(self.num_gemms, rows_of(inp), m_splits)
+        given: Any = m_splits
+        if not tracing and not (isinstance(m_splits, torch.Tensor) and m_splits.is_cuda):
+            given = checked_sizes(self.num_gemms, rows_of(inp), m_splits)
         inp, precision, state, recompute = self._enter(inp)
         dtype, grad = inp.dtype, torch.is_grad_enabled()
         weights = [self._weight(name, dtype, precision, i) for i, name in enumerate(self._names)]
@@ -190,9 +193,10 @@ class GroupedLinear(BaseModule):
             inputs = (inp, *weights, *added, rng)
             result = apply_traced(call, state, recompute, m_splits, inputs, extra)  # type: ignore[arg-type]
         else:
-            extra, given = extra or Extra(None, False, None, None), out is not None or dgrad_out is not None
-            assert sizes is not None
-            extra.splits = self._into(sizes, inp, out, dgrad_out) if given else core.Groups(sizes)  # type: ignore[union-attr]
+            extra = extra or Extra(None, False, None, None)
+            groups = groups_of(call, inp, weights[0], given)  # type: ignore[arg-type]
+            own = out is not None or dgrad_out is not None
+            extra.splits = self._into(groups, inp, out, dgrad_out) if own else groups  # type: ignore[union-attr]
             (result,) = apply(call, state, recompute, inp, *weights, *added, rng, extra=extra)
             if out is not None and result.requires_grad:
                 _in_buffers[out.data_ptr()] = result
@@ -201,16 +205,16 @@ class GroupedLinear(BaseModule):
         return result, [returned_bias(self, bias, (f"bias{i}",)) for i, bias in enumerate(biases)]
 
     def _into(
-        self, sizes: list[int], inp: torch.Tensor, out: torch.Tensor | None, dgrad_out: torch.Tensor | None
+        self, groups: core.Groups, inp: torch.Tensor, out: torch.Tensor | None, dgrad_out: torch.Tensor | None
     ) -> core.Groups:
-        """The groups, with the caller's buffers for their results."""
+        """These groups, with the caller's buffers for their results."""
         y = None if out is None else _buffer("out", out, inp, self.out_features)
         dx = None if dgrad_out is None else _buffer("dgrad_out", dgrad_out, inp, self.in_features)
         _check_apart(inp=inp, out=out, dgrad_out=dgrad_out)
         before = None if out is None else _in_buffers.get(out.data_ptr())
         if before is not None:
             torch.autograd.graph.increment_version(before)
-        return core.Groups(sizes, y, dx)
+        return groups._replace(out=y, dx=dx)
 
     def _facts(self) -> tuple[Any, ...]:
         return *super()._facts(), self.save_original_input

@@ -16,6 +16,7 @@ import torch
 from te_core.errors import ArgumentError
 from te_core.layers import grouped_linear as core
 from te_core.layers.product import gradient_dtype
+from te_core.ops.gemm_grouped import group_offsets, in_one_launch
 from te_core.quantize.state import Scales
 from te_torch import state as scaling
 from te_torch import updates
@@ -24,7 +25,7 @@ from te_torch.compiled_runs import Traced, note_run, scale_to_read
 from te_torch.export.mode import exporting, not_exported
 from te_torch.operators import core_views, each_once, flattened, merge, new_maxima, world
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_TORCH, constant_at_trace, to_torch
+from te_torch.runtime import TO_TORCH, constant_at_trace, runtime_for, to_core, to_torch
 from te_torch.tensors.dispatch import keeps
 from te_torch.values import splits_of
 from te_torch.weight_copies import Copies, for_backward, made_of, own_and_given, ready_for
@@ -50,7 +51,7 @@ def rows_of(inp: torch.Tensor) -> int:
 on_host_copy: list[Callable[[], None]] = []
 
 
-def checked_sizes(count: int, rows: int, m_splits: Sequence[int] | torch.Tensor) -> list[int]:
+def checked_sizes(count: int, rows: int, m_splits: Sequence[int] | torch.Tensor) -> core.Sizes:
     """The rows of each group, on the host."""
     if isinstance(m_splits, torch.Tensor):
         if exporting.on:
@@ -66,11 +67,44 @@ def checked_sizes(count: int, rows: int, m_splits: Sequence[int] | torch.Tensor)
             f"{count} sizes, none negative, that add up to the rows",
             "correct m_splits",
         )
-    return sizes
+    return core.Sizes(sizes)
 
 
-def _groups(call: Call, x: torch.Tensor, sizes: Sequence[int], counts: torch.Tensor | None) -> core.Groups:
-    return core.Groups(checked_sizes(len(call.spec.parts), rows_of(x), sizes if counts is None else counts))
+def groups_of(
+    call: Call, x: torch.Tensor, weight: Any, m_splits: core.Sizes | Sequence[int] | torch.Tensor
+) -> core.Groups:
+    """The groups of a call: on the device where its products read them there, else known to the host.
+
+    `weight`: one of them all. Numbers of the host are part of a captured graph, as they are of a program.
+    """
+    count, rows, counts = len(call.spec.parts), rows_of(x), None
+    if isinstance(m_splits, torch.Tensor) and m_splits.is_cuda:
+        counts = m_splits
+    plain = x.is_cuda and call.spec.plain and not isinstance(weight, QuantizedTorch)
+    if plain and (counts is not None or not torch.cuda.is_current_stream_capturing()):
+        rt, (n, k) = runtime_for(x), weight.shape
+        if in_one_launch(rt, call.spec.dtype, n, k, count):
+            offsets = torch.empty(count + 1, dtype=torch.int32, device=x.device)
+            if counts is not None:
+                _check_counts(count, counts)
+                group_offsets(rt, to_core(counts.contiguous()), rows, to_core(offsets))
+            else:
+                known = m_splits if isinstance(m_splits, core.Sizes) else checked_sizes(count, rows, m_splits)
+                ends = torch.tensor([0, *[stop for _, stop in known.bounds]], dtype=torch.int32)
+                offsets.copy_(ends, non_blocking=True)  # which is staged: nobody waits
+            return core.Groups(None, offsets=to_core(offsets))
+    return core.Groups(m_splits if isinstance(m_splits, core.Sizes) else checked_sizes(count, rows, m_splits))
+
+
+def _check_counts(count: int, m_splits: torch.Tensor) -> None:
+    """Refuse sizes on a GPU that are not an integer for each group."""
+    if m_splits.dtype not in (torch.int32, torch.int64) or m_splits.shape != (count,):
+        raise ArgumentError(
+            "GroupedLinear.forward",
+            f"m_splits of {m_splits.dtype}, of shape {tuple(m_splits.shape)}",
+            f"a list of {count} integers, or an int32 or int64 tensor of shape ({count},)",
+            "pass the rows of each group",
+        )
 
 
 def _forward_op(
@@ -95,7 +129,8 @@ def _forward_op(
         note_run(call, views, scale_bwd, rule)
     maxima = new_maxima(rt, scale)
     scales = None if scale is None or maxima is None else Scales(convert(scale), maxima, maxima, None)
-    options = call.options if fake else {"splits": _groups(call, x, sizes, counts), **call.options}
+    given = sizes if counts is None else counts
+    options = call.options if fake else {"splits": groups_of(call, x, inputs[1], given), **call.options}
     kept: list[torch.Tensor] = []
     if copies:
         views, ready, kept = ready_for(rt, call, copies, views, scales, check=not fake)
@@ -135,7 +170,7 @@ def _backward_op(
             if part.needs.bias:
                 grads.append(x.new_empty((w.shape[0],), dtype=TO_TORCH[gradient_dtype(part, w)]))
         return grads if scale_bwd is None else [*grads, torch.empty_like(scale_bwd)]
-    splits = _groups(call, x, sizes, counts)
+    splits = groups_of(call, x, inputs[1], sizes if counts is None else counts)
     unused, maxima = new_maxima(rt, scale), new_maxima(rt, scale_bwd)
     scales = None
     if scale is not None and scale_bwd is not None:

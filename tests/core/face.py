@@ -170,6 +170,8 @@ def operations(rt: Runtime) -> dict[str, Right]:
             {"sizes": [8, 24], "trans_b": True, "bias": [None, tensor(rt, OUT)]},
         ),
         "gemm_quantized": ((q8, w8, y), {"bias": tensor(rt, OUT)}),
+        "group_offsets": ((_cu(rt, 8, 24), 32, _cu(rt, 0, 0, 0), _cu(rt, 0)), {}),
+        "group_sums": ((x, _cu(rt, 0, 8, 32), [tensor(rt, WIDTH), tensor(rt, WIDTH)]), {}),
         "index_row_map": ((experts,), {"rows": 2 * ROWS}),
         "kv_append": ((heads, heads, cache, _cu(rt, 0, 3, 5), _cu(rt, 0, 3, 5)), {"form": "sbhd"}),
         "kv_gather": ((paged, _cu(rt, 0, 3, 5)), {}),

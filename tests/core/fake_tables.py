@@ -6,7 +6,7 @@ import ast
 import ctypes
 from typing import Any
 
-from te_core.backends.cuda import context, gemm_block, optimizer, quantize, quantize_grouped
+from te_core.backends.cuda import context, gemm_block, gemm_grouped, optimizer, quantize, quantize_grouped
 
 #: Of kernels that take a table by value: an entry, its addresses, the tail, its number that counts entries, their room.
 _TABLES = {
@@ -27,6 +27,11 @@ _WHOLE = {
 }
 #: Of those that are rows alone, the last of them zeros: a row, and how many addresses it begins with.
 _ROWS = {"scale_update": (quantize._STATE, 3)}
+#: Of those whose room is a constant: (all of it, where addresses stand, of which some may be none).
+_PLACED = {
+    "group_sums": lambda constants: gemm_grouped.sums_table(constants["GROUPS"]),
+    "grouped_gemm": lambda constants: gemm_grouped.gemm_table(bool(constants["WGRAD"]), constants["GROUPS"]),
+}
 
 
 def table(text: str, entry: str, at: int) -> tuple[dict[str, int], list[Any]]:
@@ -41,6 +46,13 @@ def table(text: str, entry: str, at: int) -> tuple[dict[str, int], list[Any]]:
         rows = [row for row in form.iter_unpack(ctypes.string_at(at, whole)) if row[0]]
         addresses = {f"{i}.{k}": row[k] for i, row in enumerate(rows) for k in range(pointers)}
         return addresses, [value for row in rows for value in row[pointers:]]
+    if entry in _PLACED:
+        whole, places = _PLACED[entry](dict(ast.literal_eval(text)[1]))
+        content = bytearray(ctypes.string_at(at, whole.size))
+        found = {f"{place}": int.from_bytes(content[place : place + 8], "little") for place in places}
+        for place in places:
+            content[place : place + 8] = bytes(8)
+        return {place: address for place, address in found.items() if address}, [bytes(content)]
     form, pointers, behind, counts, room = _TABLES[entry]
     size = dict(ast.literal_eval(text)[1]).get("CAPACITY") if room is None else room
     tail = behind.unpack(ctypes.string_at(at + size * form.size, behind.size))

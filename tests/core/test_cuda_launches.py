@@ -114,6 +114,20 @@ def test_every_operation_launches(machine: Machine) -> None:
         assert launched(machine, call) == first, name  # by the plan that is there now
 
 
+def test_groups_in_one_launch(machine: Machine) -> None:
+    """As many groups as a table has room for, here of 4 KB; a gradient that nobody wants is no address."""
+    rt, bf16 = machine.runtime(), dtypes.bfloat16
+    x, dy, w = tensor(rt, 32, 64, dtype=bf16), tensor(rt, 32, 48, dtype=bf16), tensor(rt, 48, 64, dtype=bf16)
+    for groups, launches in ((2, 1), (200, 13)):
+        offsets = rt.tensor(np.zeros(groups + 1, np.int32))
+        for call in (
+            Right(ops.gemm_grouped, (rt, x, [w] * groups, dy, offsets), {"trans_b": True, "bias": [None] * groups}),
+            Right(ops.gemm_grouped, (rt, dy, [w] * groups, x, offsets), {}),
+            Right(ops.gemm_grouped, (rt, dy, x, [w, *[None] * (groups - 1)], offsets), {"trans_a": True}),
+        ):
+            assert launched(machine, call) == ["grouped_gemm"] * launches
+
+
 def test_launches_for_many(machine: Machine) -> None:
     """Of matrices of one width: one for all, the maxima one more each, and one that finishes all of these."""
     rt = machine.runtime()
