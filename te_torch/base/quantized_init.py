@@ -181,7 +181,9 @@ def check_recipe_fits(module: Any, precision: Precision | None) -> None:
         return
     later = {name for name, _, _ in module._quantize_later}
     for name in module._weight_names():
-        weight = getattr(module, name)
+        weight = module._parameters.get(name)
+        if weight is None:  # computed by a parametrization, which is not run for a look
+            continue
         if not isinstance(weight, QuantizedTorch):
             if name in later and not weight.is_meta:  # it came with a checkpoint, or nobody has filled it
                 warn_once(

@@ -567,3 +567,25 @@ def test_bad_factories() -> None:
     ):
         with pytest.raises(error, match=text), te.autocast(recipe=CustomRecipe(qfactory=factory)):
             module(torch.randn(4, 32))
+
+
+def test_a_parametrization_runs_once_a_call() -> None:
+    """Also in a call that is the first of its kind, which looks at what weights are held in."""
+
+    class Halved(torch.nn.Module):
+        runs = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.runs += 1
+            return x * 0.5
+
+    recipe = Float8CurrentScaling()
+    with te.quantized_model_init(recipe=recipe):
+        module = te.Linear(32, 32, device="cpu")
+    halved = Halved()
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", halved)
+    for _ in range(3):
+        before = halved.runs
+        with te.autocast(recipe=recipe):
+            module(torch.randn(16, 32)).sum().backward()
+        assert halved.runs == before + 1
