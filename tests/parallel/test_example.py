@@ -138,42 +138,23 @@ def test_mistakes(ranks_of: Callable[[int, str], Ranks]) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--tp", "3"], r"2 ranks are no 3 \(--tp\) x groups"),
-        (["--tp", "1", "--heads", "3"], "--heads 3: a multiple of 2"),
-        (["--hidden", "50"], "--hidden 50: a multiple of 8"),
-    ],
-)
-def test_sizes_that_do_not_go_into_one_another(arguments: list[str], said: str) -> None:
+SIZES = [
+    (tensor_parallel, ["--tp", "3"], r"2 ranks are no 3 \(--tp\) x groups"),
+    (tensor_parallel, ["--tp", "1", "--heads", "3"], "--heads 3: a multiple of 2"),
+    (tensor_parallel, ["--hidden", "50"], "--hidden 50: a multiple of 8"),
+    (context_parallel, ["--tokens", "30"], "--tokens 30: a multiple of 4"),
+    (context_parallel, ["--heads", "2", "--mode", "a2a"], "--heads 2: a multiple of 4"),
+    (context_parallel, ["--hidden", "50"], "--hidden 50: a multiple of 8"),
+    (overlap, ["--tokens", "40"], "--tokens 40: a multiple of 32"),
+    (overlap, ["--heads", "5"], "--heads 5: a mult"),
+]
+
+
+@pytest.mark.parametrize(("program", "arguments", "said"), SIZES)
+def test_sizes_that_do_not_go_into_one_another(program: Any, arguments: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        tensor_parallel.check(tensor_parallel.parsed(arguments), 2)
-    tensor_parallel.check(tensor_parallel.parsed([]), 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--tokens", "30"], "--tokens 30: a multiple of 4"),
-        (["--heads", "2", "--mode", "a2a"], "--heads 2: a multiple of 4"),
-        (["--hidden", "50"], "--hidden 50: a multiple of 8"),
-    ],
-)
-def test_sequences_that_are_not_cut(arguments: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        context_parallel.check(context_parallel.parsed(arguments), 2)
-    context_parallel.check(context_parallel.parsed([]), 2)
-
-
-def test_parts_that_do_not_overlap() -> None:
-    for arguments, said in (
-        (["--tokens", "40"], "--tokens 40: a multiple of 32"),
-        (["--heads", "5"], "--heads 5: a mult"),
-    ):
-        with pytest.raises(UserError, match=said):
-            overlap.check(overlap.parsed(arguments), 2)
-    overlap.check(overlap.parsed([]), 2)
+        program.check(program.parsed(arguments), 2)
+    program.check(program.parsed([]), 2)
 
 
 @pytest.mark.parametrize("program", ["tensor_parallel.py", "context_parallel.py", "overlap.py", "train_llama.py"])
