@@ -332,6 +332,10 @@ WAYS = {
 }  # fmt: skip
 
 
+#: Whose products a GPU's library may compute by another algorithm.
+OTHER_PRODUCTS = {"weight gradients later", "checkpoint", "original input", "norm again"}
+
+
 def cases() -> list[Any]:
     """Each way with its modules and recipes side by side; all of their product by --full."""
     found = []
@@ -356,7 +360,8 @@ def test_bits_of_the_plain_run(rank: Rank, way: str, kind: str, recipe: str | No
     wrong = [name for name in wanted if not same(found[name], wanted[name])]
     if not chosen.sends or (rank.device == "cuda" and "graphs" in way):
         wrong = [name for name in wrong if not name.startswith("sent")]
-    if chosen.near < math.inf:
+    near = 45.0 if rank.device == "cuda" and way in OTHER_PRODUCTS else chosen.near
+    if near < math.inf:
         pairs = [pair for name in wrong for pair in zip(found[name], wanted[name], strict=True)]
-        wrong = [f"{snr_db(a, b):.1f} dB" for a, b in pairs if snr_db(a, b) < chosen.near]
+        wrong = [f"{snr_db(a, b):.1f} dB" for a, b in pairs if snr_db(a, b) < near]
     assert not wrong, wrong
