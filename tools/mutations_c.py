@@ -26,7 +26,7 @@ _LEVELS = (
     ("*", "/", "%"), ("+", "-"), ("<<", ">>"), ("<", "<=", ">", ">="), ("==", "!="), ("&",), ("^",), ("|",), ("&&",),
     ("||",),
 )  # fmt: skip
-_ENDS = {",", ";", "?", ":", "=", "+=", "-=", "*=", "|=", "&=", "{", "}", "(", "[", ")", "]", "return"}
+_ENDS = {",", ";", "?", ":", "=", "+=", "-=", "*=", "|=", "&=", "return"}  # and a bracket around
 #: Words that no name of a value is.
 _WORDS = set(
     (
@@ -111,6 +111,10 @@ def _made(t: _Tokens) -> Iterator[Made]:
         elif re.match(r"[A-Za-z_]", word) and word not in _WORDS:
             for other in neighbours(word, names[max(0, names.index(word) - 60) : names.index(word) + 60]):
                 yield "other name", i, i, other
+        elif word == "=":
+            last = t.reach(i, 1, {",", ";"})
+            for value in ("0", "1") if last > i else ():
+                yield "value", i + 1, last, value
         elif word in ("+=", "-=", "*=", "|=", "&="):
             yield "not added", i, i, "="
 
@@ -123,19 +127,24 @@ def _number(i: int, word: str) -> Iterator[Made]:
 
 def _statement(t: _Tokens, i: int) -> Iterator[Made]:
     first = t.reach(i, -1, {";", "{", "}", "else"})
+    if first and t.words[first - 1] == "else":
+        yield "statement left out", first - 1, i, ""
     if t.words[first : first + 1] in (["if"], ["for"], ["while"]) and first + 1 in t.match:
         yield "statement left out", first, i, ""
         first = t.match[first + 1] + 1
+    elif t.words[first : first + 1] == ["return"]:
+        for value in ("0", "1", "TE_OK", "nullptr"):
+            yield "result", first + 1, i - 1, value
     if first <= i:
         yield "statement left out", first, i, ";"
         yield "statement left out", first, i, ""
 
 
 def _choice(t: _Tokens, i: int) -> Iterator[Made]:
-    first = t.reach(i, -1, _ENDS - {"?", ":"} - {"(", "[", "{"} | {","})
+    first = t.reach(i, -1, _ENDS - {"?", ":"})
     colon = t.reach(i, 1, {":", ";", ","}) + 1
     if colon < len(t.words) and t.words[colon] == ":":
-        last = t.reach(colon, 1, _ENDS - {"(", "[", "{"})
+        last = t.reach(colon, 1, _ENDS)
         one, other = t.of(i + 1, colon - 1), t.of(colon + 1, last)
         yield "one choice", first, last, one
         yield "other choice", first, last, other
@@ -144,8 +153,8 @@ def _choice(t: _Tokens, i: int) -> Iterator[Made]:
 
 def _operated(t: _Tokens, i: int, word: str) -> Iterator[Made]:
     level = next(n for n, words in enumerate(_LEVELS) if word in words)
-    weaker = {one for words in _LEVELS[level:] for one in words} | (_ENDS - {"(", "[", "{"})
-    if t.words[i - 1] in _ENDS - {")", "]"} | weaker:
+    weaker = {one for words in _LEVELS[level:] for one in words} | _ENDS
+    if t.words[i - 1] in _ENDS | weaker | {"(", "[", "{", "}"}:
         if word == "-":
             yield "sign", i, i, ""
         return
@@ -155,6 +164,8 @@ def _operated(t: _Tokens, i: int, word: str) -> Iterator[Made]:
     if first < i < last:
         yield "term left out", i, last, ""
         yield "term left out", first, i, ""
+        for value in (f"{t.of(i + 1, last)} + 1", f"{t.of(i + 1, last)} - 1") if word in _COMPARED else ():
+            yield "bound shifted", i + 1, last, value
         for value in ("0", "1"):
             yield "decided", first, last, value
             yield "term decided", first, i - 1, value
@@ -174,5 +185,5 @@ def _bracketed(t: _Tokens, i: int, word: str) -> Iterator[Made]:
         for other in ("0", "1", "0.f", "1.f", *(t.of(*one) for one in parts[max(0, n - 1) : n + 2])):
             yield "argument", *part, other
         if called and word == "(" and n < 3:
-            begin = t.reach(i, -1, _ENDS - {")", "]"} | set(_COMPUTED) | set(_COMPARED) | {"&&", "||", "!"})
+            begin = t.reach(i, -1, _ENDS | set(_COMPUTED) | set(_COMPARED) | {"&&", "||", "!"})
             yield "call left out", begin, last, t.of(*part)
