@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools import touched  # noqa: E402
-from tools.mutations import changes  # noqa: E402
+from tools.mutations import Change, changes  # noqa: E402
+from tools.mutations_c import c_changes  # noqa: E402
 from tools.warm_pytest import FAILED, NONE_RAN, PASSED, Warm, first_failure  # noqa: E402
 
 LIST = ROOT / "tests" / "mutants.toml"
@@ -87,27 +88,60 @@ def load(path: Path = LIST) -> list[Mutant]:
     return found
 
 
-def sample(count: int, seed: int, within: list[str]) -> list[Mutant]:
-    """Faults by operators, drawn from functions that recorded cases enter, in these files and folders."""
+def sample(count: int, seed: int, within: list[str], cuda: bool = False) -> list[Mutant]:
+    """Faults by operators, in these files and folders: of a line of a function that recorded cases enter, by one of the
+    operators that change it, one of its changes. With `cuda` of kernels, which cases of the module of their name enter.
+    """
     known = touched.recorded()
     if not known:
         sys.exit("mutants: no case is recorded; run `make quick-map`, which takes 1.6 times as long as `make test`")
-    drawn: list[Mutant] = []
-    for file in sorted({name.partition(":")[0] for name in known}):
-        if not file.startswith(tuple(within)) or not (ROOT / file).is_file():
-            continue
+    drawn: dict[tuple[str, str], Mutant] = {}
+    chance, places = random.Random(seed), (_kernels if cuda else _places)(known, within)
+    chance.shuffle(places)
+    for file, line, cases in places:
+        if len(drawn) == count:
+            break
         text = (ROOT / file).read_text()
-        for change in changes(text):
-            cases = [
-                case for name in touched.functions(file, {change.line}) for case in known.get(f"{file}:{name}", ())
-            ]
-            if cases:
-                tests = tuple(case for _, _, case in sorted(cases)[:NEAREST])
-                name = f"{file}:{change.line}: {change.operator}"
-                was = " ".join(text[change.begin : change.end].split())
-                breaks = f"{was} -> {change.text or 'nothing'}".replace("|", "\\|")
-                drawn.append(Mutant(name, breaks, file, text, change.applied(text), tests))
-    return random.Random(seed).sample(drawn, min(count, len(drawn)))
+        made: dict[str, list[Change]] = {}
+        for change in (c_changes if cuda else changes)(text, {line}):
+            made.setdefault(change.operator, []).append(change)
+        if not made:
+            continue
+        change = chance.choice(made[chance.choice(sorted(made))])
+        was = " ".join(text[change.begin : change.end].split())
+        breaks = f"{was} -> {change.text or 'nothing'}".replace("|", "\\|")
+        name = f"{file}:{line}: {change.operator}"
+        drawn[file, name] = Mutant(name, breaks, file, text, change.applied(text), cases, cuda)
+    return list(drawn.values())
+
+
+_Places = list[tuple[str, int, tuple[str, ...]]]
+
+
+def _nearest(cases: list[touched.Case]) -> tuple[str, ...]:
+    return tuple(case for _, _, case in sorted(cases)[:NEAREST])
+
+
+def _places(known: dict[str, list[touched.Case]], within: list[str]) -> _Places:
+    """The lines in these files and folders that recorded cases enter, each with the nearest of these cases."""
+    found = []
+    for file in sorted({name.partition(":")[0] for name in known}):
+        if file.startswith(tuple(within)) and (ROOT / file).is_file():
+            of_line = touched.names_of_lines(str(ROOT / file))
+            cases = {name: known.get(f"{file}:{name}") for name in {*of_line.values()}}
+            found += [(file, line, _nearest(cases[name])) for line, name in sorted(of_line.items()) if cases[name]]
+    return found
+
+
+def _kernels(known: dict[str, list[touched.Case]], within: list[str]) -> _Places:
+    """The same of kernels."""
+    found = []
+    for kernel in sorted((ROOT / "te_core" / "kernels").glob("*.cu")):
+        file, module = str(kernel.relative_to(ROOT)), f"te_core/backends/cuda/{kernel.stem}.py:"
+        cases = [case for name in known if name.startswith(module) for case in known[name]]
+        if cases and file.startswith(tuple(within)):
+            found += [(file, line + 1, _nearest(cases)) for line in range(kernel.read_text().count("\n"))]
+    return found
 
 
 def run_tests(warm: Warm, tree: Path, tests: tuple[str, ...], cuda: bool) -> tuple[int, str]:
@@ -273,7 +307,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     given = parser.parse_args()
     if given.sample:
-        return judge_sample(sample(given.sample, given.seed, given.names or ["te_core/", "te_torch/"]), given.jobs)
+        drawn = sample(given.sample, given.seed, given.names or ["te_core/", "te_torch/"], given.cuda)
+        return judge_sample(drawn, given.jobs)
     if given.table.suffix != ".md":
         parser.error(f"--table {given.table}: the table is written there; pass a .md file")
     mutants = load()

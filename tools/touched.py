@@ -91,13 +91,19 @@ def changed(base: str) -> dict[str, set[int]]:
     return found
 
 
-def functions(path: str, lines: set[int]) -> list[str]:
-    """The innermost functions that have these lines (of tests the outermost), and "" for others, but for imports."""
+def names_of_lines(path: str) -> dict[int, str | None]:
+    """The innermost function of each line (of tests the outermost); imports are of none."""
     named: dict[int, str | None] = {}
     for node in ast.walk(ast.parse(Path(path).read_text())):  # from the outside in
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)):
             found = dict.fromkeys(range(node.lineno, (node.end_lineno or 0) + 1), getattr(node, "name", None))
             named = found | named if Path(path).name.startswith("test_") else named | found
+    return named
+
+
+def functions(path: str, lines: set[int]) -> list[str]:
+    """The innermost functions that have these lines (of tests the outermost), and "" for others, but for imports."""
+    named = names_of_lines(path)
     return [name for name in dict.fromkeys(named.get(line, "") for line in sorted(lines)) if name is not None]
 
 

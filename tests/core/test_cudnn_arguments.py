@@ -22,11 +22,6 @@ BF16, F32 = dtypes.bfloat16, dtypes.float32
 SPEC = AttentionSpec(0.125, "bshd", "bshd")
 
 
-@pytest.fixture
-def fake(monkeypatch, tmp_path):
-    return fake_cudnn.runtime(monkeypatch, tmp_path)
-
-
 def qkv(rt, sq=256, d=64, dtype=BF16):
     return tuple(tensor(rt, (2, s, 8, d), dtype) for s in (sq, 256, 256))
 

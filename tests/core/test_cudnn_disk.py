@@ -9,13 +9,7 @@ import pytest
 
 from te_core import env
 from te_core.backends.cuda import attention_graph, cudnn
-from tests.core import fake_cudnn
 from tests.core.test_cudnn_plans import again
-
-
-@pytest.fixture
-def fake(monkeypatch, tmp_path):
-    return fake_cudnn.runtime(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("file", [attention_graph, cudnn], ids=["makes the graph", "keeps it"])

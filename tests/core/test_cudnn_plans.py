@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,15 +18,11 @@ from te_core.ops.attention import attention_backward, attention_forward
 from te_core.ops.attention_terms import Terms
 from tests.core import fake_cudnn
 from tests.core.fake_cudnn import tensor
+from tests.threads import together
 
 BF16, F32, I32, I64 = dtypes.bfloat16, dtypes.float32, dtypes.int32, dtypes.int64
 SPEC = AttentionSpec(0.125, "bshd", "bshd")
 THD = replace(SPEC, q_format="thd", kv_format="thd", padded=True, max_q=256, max_kv=256)
-
-
-@pytest.fixture
-def fake(monkeypatch, tmp_path):
-    return fake_cudnn.runtime(monkeypatch, tmp_path)
 
 
 def qkv(rt, b=2, sq=256, skv=256, h=8, g=8, d=64, dv=64, dtype=BF16):
@@ -433,19 +428,9 @@ def test_what_a_graph_depends_on(fake, changes):
 def test_threads_build_a_graph_once(fake, monkeypatch):
     rt, calls = fake
     spec = attention_graph.GraphSpec  # the class only: any hashable will do as a spec
-    started = threading.Barrier(8)
-    found = []
-
-    def work():
-        started.wait()
-        found.append(cudnn.graph(rt, ("one", spec), ("q",), lambda made: made.validate))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(found) == 8 and len(set(map(id, found))) == 1 and cudnn.COUNTS.built == 1 and len(calls.graphs) == 1
+    build = lambda: cudnn.graph(rt, ("one", spec), ("q",), lambda made: made.validate)  # noqa: E731
+    found = together(*[build] * 8)
+    assert len(set(map(id, found))) == 1 and cudnn.COUNTS.built == 1 and len(calls.graphs) == 1
 
 
 def test_big_workspaces_go_back(fake, monkeypatch):

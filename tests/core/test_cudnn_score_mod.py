@@ -16,16 +16,10 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
 from te_core.ops.attention_scored import Kept
 from te_core.runtime import Runtime
-from tests.core import fake_cudnn
 from tests.core.fake_cudnn import tensor
 
 BF16, F32, I32 = dtypes.bfloat16, dtypes.float32, dtypes.int32
 SPEC = AttentionSpec(0.125, "bshd", "bshd")
-
-
-@pytest.fixture
-def fake(monkeypatch, tmp_path):
-    return fake_cudnn.runtime(monkeypatch, tmp_path)
 
 
 class Noted:

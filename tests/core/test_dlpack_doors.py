@@ -6,7 +6,6 @@ import ctypes
 import gc
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from te_core import ArgumentError, from_dlpack
 from te_core.tensor import cuda_device
 from tests.backends import cuda_devices, requires_cuda
 from tests.core.test_tensor_dlpack import Producer
+from tests.threads import switching, together
 
 MOST = (1 << 63) - 1
 
@@ -110,12 +110,6 @@ def test_what_is_unusual_and_right(name: str) -> None:
     assert producer.released == 1
 
 
-def test_backwards_arrays_reach_before_their_first_element() -> None:
-    """The one library that lends them does it with an address inside its memory."""
-    array = np.arange(6, dtype=np.float32).reshape(2, 3)[::-1, ::-1]
-    assert from_dlpack(array).numpy().tolist() == [[5, 4, 3], [2, 1, 0]]
-
-
 class Liar:
     """Has part of the protocol."""
 
@@ -141,30 +135,21 @@ def test_half_a_protocol(producer: Any) -> None:
 
 def test_one_capsule_in_many_threads() -> None:
     """One of them gets it, and it is released once."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # so that they do meet
-    try:
+    with switching():  # so that they do meet
         for _ in range(50):
             _shown_to_four_threads()
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _shown_to_four_threads() -> None:
-    producer, found, barrier = Broken(), [], threading.Barrier(4)
+    producer = Broken()
 
-    def take() -> None:
-        barrier.wait()
+    def take() -> Any:
         try:
-            found.append(from_dlpack(producer.capsule))
+            return from_dlpack(producer.capsule)
         except ArgumentError:
-            found.append(None)
+            return None
 
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = together(*[take] * 4)
     assert len(found) == 4 and sum(t is not None for t in found) == 1
     found.clear()
     gc.collect()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from te_core.driver import Driver
 from te_core.errors import LibraryError
 from tests.core.fake_cuda import FakeCuda
+from tests.threads import ends
 
 
 def calls(lib, name):
@@ -20,11 +19,7 @@ def test_one_device_becomes_the_threads_own():
     driver = Driver(lib)
     assert driver.attach(0) == 0
     assert lib.stack == [1000]
-    seen = []
-    thread = threading.Thread(target=lambda: (driver.attach(0), seen.append(list(lib.stack))))
-    thread.start()
-    thread.join()
-    assert seen == [[1000]]
+    assert ends(lambda: (driver.attach(0), list(lib.stack))) == (0, [1000])
     with driver.on(0):
         assert lib.stack == [1000]
     assert calls(lib, "cuCtxPushCurrent_v2") == 0

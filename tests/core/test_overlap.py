@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,8 +23,10 @@ from te_core.layers.parallel import Split
 from te_core.ops import raw as ops
 from te_core.precision import Precision
 from te_core.runtime import HostAllocator, Runtime
+from te_core.tape.taped import COUNTS
 from te_core.tensor import Tensor
 from te_core.tools.explain import explain_linear
+from tests.core.peer_ranks import PeerRanks
 from tests.core.test_parallel import Case, precision_of
 from tests.core.test_tape_ranks import Layer
 from tests.covering import covering
@@ -110,11 +114,15 @@ def case_of(mode: str, recipe: str | None, size: int, ways: Overlap | None, rows
     return case
 
 
-def stepped(case: Case, **options: Any) -> tuple[list[Any], list[list[tuple[str, int]]]]:
-    """Each rank's results, and what each gave to the others."""
-    ranks = InProcessRanks(case.size)
+def stepped(
+    case: Case, ranks: InProcessRanks | None = None, steps: int = 1, **options: Any
+) -> tuple[list[Any], list[list[tuple[str, int]]]]:
+    """Each rank's results of the last step, and what each gave to the others in all of them."""
+    ranks = InProcessRanks(case.size) if ranks is None else ranks
     n, k = (128 * case.size, 256) if case.mode == "column" else (256, 128 * case.size)
-    return ranks.run(lambda comm: case.step(Late(ranks, comm.rank), n, k, **options)), ranks.log
+    for _ in range(steps):
+        found = ranks.run(lambda comm: case.step(Late(ranks, comm.rank), n, k, **options))
+    return found, ranks.log
 
 
 def flat(turns: list[Any]) -> list[Any]:
@@ -128,11 +136,19 @@ def same(found: list[Any], wanted: list[Any]) -> bool:
     )
 
 
-@covering(turns=2, mode=["column", "row"], how=["ring", "pipeline", "bulk"], recipe=RECIPES, size=[2, 3, 4])
-def test_values_are_those_of_plain_products(mode: str, how: str, recipe: str | None, size: int) -> None:
+MODES, HOW = ["column", "row"], ["ring", "pipeline", "bulk"]
+#: How parts travel: by calls, or through memory that peers read.
+CARRIERS: dict[str, Any] = {"calls": InProcessRanks, "peer memory": PeerRanks}
+each_carrier = pytest.mark.parametrize("carrier", CARRIERS)
+
+
+@each_carrier
+@covering(turns=2, mode=MODES, how=HOW, recipe=RECIPES, size=[2, 3, 4])
+def test_values_are_those_of_plain_products(mode: str, how: str, recipe: str | None, size: int, carrier: str) -> None:
+    """Of peer memory in three steps, so that rooms are used again."""
     ways = WAYS[mode][how]
-    case = case_of(mode, recipe, size, ways)
-    found, _ = stepped(case)
+    case, there = case_of(mode, recipe, size, ways), carrier == "peer memory"
+    found, _ = stepped(case, CARRIERS[carrier](size), 3 if there else 1)
     wanted, _ = stepped(case_of(mode, recipe, size, None))
     assert all(np.isfinite(t).all() for results in wanted for t in results)
     assert same(found, wanted)
@@ -145,6 +161,21 @@ def test_values_are_those_of_plain_products(mode: str, how: str, recipe: str | N
         assert (gemm in ran) == (way is not None)
         if way is not None:
             assert ran[gemm].startswith(f"{'not ' * (gemm in plain)}overlapped by {way.method}"), ran
+            assert ran[gemm].endswith(", through peer memory") == (there and gemm not in plain)
+
+
+@covering(turns=1, mode=MODES, how=HOW, recipe=[None, "block"], size=[2, 3])
+def test_ranks_that_are_late(mode: str, how: str, recipe: str | None, size: int) -> None:
+    """One rank's transfers through peer memory sleep at random places; results stay."""
+    draws = random.Random(f"{mode} {how} {recipe} {size}")
+    late = draws.randrange(size)
+
+    def before(rank: int, name: str) -> None:
+        if rank == late and draws.random() < 0.3:
+            time.sleep(0.01)
+
+    found, _ = stepped(case_of(mode, recipe, size, WAYS[mode][how]), PeerRanks(size, before=before), 8)
+    assert same(found, stepped(case_of(mode, recipe, size, None))[0])
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, True), (False, False, True)])
@@ -194,9 +225,7 @@ def layer_inputs(kind: str, rank: int, size: int, turn: int, rows: int) -> tuple
         given += [w2, vectors[2]]
     else:
         dy = normal(turn * 10 + 5 + rank, rows * size, wide // size)
-    return [*(RT.tensor(t) for t in given), RT.tensor([1, 2], dtypes.int64)], [RT.tensor(dy), None, None][
-        : 3 if kind == "mlp" else 3
-    ]
+    return [*(RT.tensor(t) for t in given), RT.tensor([1, 2], dtypes.int64)], [RT.tensor(dy), None, None]
 
 
 def layer_run(
@@ -220,59 +249,59 @@ def layer_run(
     return found, [spec.fc1, spec.fc2] if kind == "mlp" else [spec.linear]
 
 
-@covering(
-    turns=2,
-    kind=["mlp", "norm and linear"],
-    how=["ring", "pipeline", "bulk"],
-    recipe=[None, "delayed", "block"],
-    size=[2, 3],
-)
-def test_layers_interpreted_and_replayed(kind: str, how: str, recipe: str | None, size: int) -> None:
+@each_carrier
+@covering(turns=2, kind=["mlp", "norm and linear"], how=HOW, recipe=[None, "delayed", "block"], size=[2, 3])
+def test_layers_interpreted_and_replayed(kind: str, how: str, recipe: str | None, size: int, carrier: str) -> None:
     """Results of plain layers, whether a call is interpreted or replayed, and the same transfers either way."""
-    replays, calls = InProcessRanks(size), InProcessRanks(size)
+    replays, calls = CARRIERS[carrier](size), CARRIERS[carrier](size)
     with tapes("first"):
         wanted, _ = layer_run(InProcessRanks(size), kind, None, recipe, False)
         interpreted, _ = layer_run(calls, kind, how, recipe, False)
+        before = COUNTS.replayed
         replayed, linears = layer_run(replays, kind, how, recipe, True)
+        assert COUNTS.replayed - before >= 8 * size  # all but the first step, in which ranks have not met
     assert calls.log == replays.log
+    assert any(name == "pull" for name, _ in calls.log[0]) == (carrier == "peer memory")
     for found in (interpreted, replayed):
         for a, b in zip(flat(found), flat(wanted), strict=True):
             assert (a is None) == (b is None) and (a is None or np.array_equal(a, b))
     for linear in linears:  # as the last replays noted it
         assert linear.parallel is not None and linear.parallel.ran
-        assert all(
-            said.startswith(("overlapped", "not overlapped by pipeline: a plain"))
-            for said in linear.parallel.ran.values()
-        )
+        for said in linear.parallel.ran.values():
+            assert said.startswith(("overlapped", "not overlapped by pipeline: a plain"))
 
 
 # ------------------------------------------------------------------------------------------- what travels
 
 
-def transfers(mode: str, how: str, recipe: str | None, size: int, m: int) -> list[tuple[str, int]]:
+def transfers(mode: str, how: str, recipe: str | None, size: int, m: int, peers: bool) -> list[tuple[str, int]]:
     """The issue's table: of one rank, for an operand or a result of m rows a part and 256 columns of float32."""
     width = 256
     plain, one = 4 * m * width, m * width
     bytes_of = {None: [plain], "delayed": [one], "current": [one], "block": [one, 4 * m * (width // 128)]}[recipe]
-    pulls = [("send_recv", n) for n in bytes_of] * (size - 1)
-    pushes = [("send_recv", plain)] * (size - 1)
+    pulls = [("pull" if peers else "send_recv", n) for n in bytes_of] * (size - 1)
+    pushes = [("push" if peers else "send_recv", plain)] * (size - 1)
+    whole = [("reduce_scatter", size * plain)]
     if how == "pipeline":
-        pushes = [("reduce_scatter", size * plain // 2)] * 2
-    agreed = [("all_reduce", 4)] * (recipe == "current")
+        pushes = [("push", plain // 2)] * (2 * (size - 1)) if peers else [("reduce_scatter", size * plain // 2)] * 2
     again = [("all_gather", n) for n in bytes_of]  # what wgrad reads of x, or of the gradient's columns
     if mode == "column":
-        if how == "bulk" or (how == "pipeline" and recipe is None):
-            pushes = [("reduce_scatter", size * plain)]
-        return [*pulls, *agreed, *again, *pushes]
-    return [*pulls, *agreed, *(again if recipe == "block" else []), *pushes]
+        if peers and how == "bulk":
+            again = pulls
+        if (how == "bulk" and not peers) or (how == "pipeline" and recipe is None):
+            pushes = whole
+    else:
+        again = [] if recipe != "block" else pulls if peers else again  # by `external`
+    return [*pulls, *[("all_reduce", 4)] * (recipe == "current"), *again, *pushes]
 
 
-@covering(
-    mode=["column", "row"], how=["ring", "pipeline"], recipe=[None, "delayed", "current", "block"], size=[2, 3, 4]
-)
-def test_bytes_on_the_wire(mode: str, how: str, recipe: str | None, size: int) -> None:
-    _, logs = stepped(case_of(mode, recipe, size, WAYS[mode][how]))
-    wanted = transfers(mode, how, recipe, size, 128)
+@each_carrier
+@covering(mode=MODES, how=HOW, recipe=[None, "delayed", "current", "block"], size=[2, 3, 4])
+def test_bytes_on_the_wire(mode: str, how: str, recipe: str | None, size: int, carrier: str) -> None:
+    if (mode, how) == ("row", "bulk"):
+        return  # its sums are not asked to overlap
+    _, logs = stepped(case_of(mode, recipe, size, WAYS[mode][how]), CARRIERS[carrier](size))
+    wanted = transfers(mode, how, recipe, size, 128, carrier == "peer memory")
     for log in logs:
         assert sorted(log) == sorted(wanted)
 
@@ -319,16 +348,9 @@ def test_reports_name_the_gemm_and_the_method() -> None:
     case = case_of("row", None, 2, WAYS["row"]["pipeline"])
     stepped(case)
     reasons = [facts.reason for facts in explain_linear(case.spec, RT.device)]
-    for reason, says in zip(
-        reasons,
-        (
-            "fc2_fprop overlapped by pipeline, in 2",
-            "fc2_dgrad overlapped by ring_exchange, in 2",
-            "fc2_wgrad overlapped by external",
-        ),
-        strict=True,
-    ):
-        assert says in reason
+    said = "pipeline, in 2", "ring_exchange, in 2", "external"
+    for reason, gemm, how in zip(reasons, ("fprop", "dgrad", "wgrad"), said, strict=True):
+        assert f"fc2_{gemm} overlapped by {how}" in reason
     idle = with_ways(case.spec, Overlap("fc2", idle="sequence_parallel is off"))
     assert all(
         f"fc2_{f.gemm} not overlapped: sequence_parallel is off" in f.reason for f in explain_linear(idle, RT.device)

@@ -13,8 +13,7 @@ from te_core.layers import overlap_choice
 from te_core.layers.overlap import Overlap, Way
 from te_core.layers.overlap_choice import Call, fastest
 from tests.core.peer_ranks import PeerRanks
-from tests.core.test_overlap import ROOM, case_of, in_tiles, poisoned
-from tests.core.test_overlap_peers import stepped
+from tests.core.test_overlap import ROOM, case_of, in_tiles, poisoned, stepped
 
 __all__ = ["in_tiles", "poisoned"]
 
@@ -100,13 +99,13 @@ def test_a_call_goes_by_it(table: list[Any], monkeypatch: pytest.MonkeyPatch) ->
     asked = Way("ring_exchange", chosen=False), Way("bulk", chosen=False), Way("bulk", chosen=False)
     table.append(entry(256, 256, gather={"ring_exchange": 1.1}, dgrad={"bulk": 0.9, "ring_exchange": 0.8}))
     case = case_of("column", None, 2, Overlap("fc1", *asked, ROOM))
-    _, logs = stepped(PeerRanks(2), case)
+    _, logs = stepped(case, PeerRanks(2))
     ran = case.spec.parallel.ran  # type: ignore[union-attr]
     assert ran["fprop"].startswith("not overlapped by ring_exchange: plain was measured faster, of 256 x 256")
     assert ran["dgrad"].startswith("overlapped by bulk") and ran["wgrad"].startswith("overlapped by bulk")
     assert [name for name, _ in logs[0]] == ["all_gather", "pull", "push"]
     case = case_of("column", None, 2, Overlap("fc1", Way("ring_exchange"), *asked[1:], ROOM))
-    stepped(PeerRanks(2), case)
+    stepped(case, PeerRanks(2))
     assert case.spec.parallel.ran["fprop"].startswith("overlapped by ring_exchange")  # type: ignore[union-attr]
 
 

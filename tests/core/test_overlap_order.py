@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -13,20 +12,9 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.core.peer_ranks import PeerRanks
 from tests.core.test_overlap import WAYS, case_of
+from tests.core.test_parallel_overlap import Handle, noted
 
-noted = threading.local()  # of each rank: `events`, its number, and that of the ranks
-
-
-class Handle:
-    """A transfer's, which notes that it is waited for."""
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name, self.handle = name, handle
-        noted.events.append(f"+{name}")
-
-    def wait(self) -> None:
-        noted.events.append(f"-{self.name}")
-        self.handle.wait()
+#: `noted` has, of each rank, `events`, its number, and that of the ranks.
 
 
 class Noting(InProcessCommunicator):

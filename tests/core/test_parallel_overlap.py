@@ -1,9 +1,8 @@
-"""What a linear over ranks does, and in which order: what travels beside which product, and nothing done twice."""
+"""What a linear over ranks does, and in which order: what travels beside which product."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -77,8 +76,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     watch("gemm", lambda *_, trans_a, trans_b, **__: _product(trans_a, not trans_b))
     watch("gemm_quantized", lambda *_, a_columnwise, b_columnwise, **__: _product(a_columnwise, b_columnwise))
     watch("quantize", cast_of)
-    for name in ("amax", "column_sum", "transpose", "dequantize", "resize", "bias_dropout_add"):
-        watch(name, lambda x, *_, name=name, **__: f"{name} {noted.shapes.get(x.shape, 'scales')}")
 
 
 def shapes(mode: str, sequence: bool) -> dict[tuple[int, ...], str]:
@@ -132,33 +129,6 @@ def test_what_travels_beside_a_product(mode: str, sequence: bool, recipe: str | 
     assert travelling(events) == order(mode, sequence, recipe in BLOCKED)
     if recipe is not None and (mode, sequence) == ("column", True):  # x travels while the weight is quantized
         assert events.index("+gather1") < events.index("cast w by rows by columns") < events.index("-gather1")
-
-
-def operations(mode: str, sequence: bool, recipe: str | None) -> list[str]:
-    """What a step is made of beside its three products, however it is put in order."""
-    found = ["bias_dropout_add dy"] if mode == "row" else []  # of y: the sum of all ranks gets its bias
-    found += ["scatter" if sequence else "sum"]
-    travels = {"column": "x", "row": "dy"}[mode] if sequence else None
-    if travels is not None:
-        found += ["gather1", "gather2"] if travels == "x" else ["gather1"]
-    if recipe is None:  # of a part of dy no product sums the columns
-        return found + ["column_sum dy"] * (travels == "dy")
-    found += [f"cast {name} by rows{' by columns' * (name != travels)}" for name in ("x", "w", "dy")]
-    if travels is not None:  # its bytes travel as rows, and are turned once they are there
-        found += [f"transpose whole {travels}"]
-        found += [f"amax {travels}", "max"] if recipe == "current" else []
-    return found
-
-
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-@cut_or_whole
-@both_modes
-def test_nothing_is_done_twice(mode: str, sequence: bool, recipe: str | None) -> None:
-    """One product each, one cast of each operand, where it lies, and no other pass over one."""
-    events = events_of(mode, sequence, recipe)
-    assert Counter(e.lstrip("+") for e in events if e[0] != "-") == Counter(
-        [*_PRODUCTS, *operations(mode, sequence, recipe)]
-    )
 
 
 BEHIND_A_NORM = {

@@ -6,10 +6,8 @@ import threading
 from typing import Any
 
 import numpy as np
-import pytest
 
 from te_core import dtypes
-from te_core.errors import LibraryError
 from te_core.layers.communicator import OPERAND, OUTPUT, InProcessCommunicator
 from te_core.runtime import Runtime
 from tests.core.peer_ranks import PeerRanks
@@ -72,56 +70,3 @@ def test_a_rank_that_is_ahead_waits_for_the_use_before_the_last() -> None:
         return [*found, third]
 
     assert ranks.run(run) == [[[0, 1], [10, 11], [20, 21]]] * 2
-
-
-def test_what_a_room_held_is_gone() -> None:
-    def run(comm: InProcessCommunicator) -> bool:
-        for _ in range(2):
-            use(comm, OUTPUT, 0)
-        return bool(np.isnan(peers_of(comm).room(RT, OUTPUT, 64).memory.numpy().view(np.float32)).all())
-
-    assert PeerRanks(2).run(run) == [True, True]
-
-
-def test_ranks_that_do_not_do_the_same() -> None:
-    def twice(comm: InProcessCommunicator) -> None:
-        room = peers_of(comm).room(RT, OUTPUT, 64)
-        if comm.rank == 0:
-            room.announce(RT, 1)
-            room.announce(RT, 1)
-            room.pull(RT, 0, 0, RT.empty((4,), dtypes.float32)).wait()
-
-    with pytest.raises(LibraryError, match="the announcement of output 0 by rank 0 that rank 1 has not awaited"):
-        PeerRanks(2).run(twice)
-
-    def alone(comm: InProcessCommunicator) -> None:
-        if comm.rank == 0:
-            peers_of(comm).room(RT, OUTPUT, 64).await_(RT, 1).wait()
-
-    with pytest.raises(LibraryError, match="the announcement of output 0 by rank 1 that rank 0 waits for"):
-        PeerRanks(2, timeout=0.2).run(alone)
-
-
-def test_a_rank_that_dies_ends_the_others() -> None:
-    def run(comm: InProcessCommunicator) -> None:
-        if comm.rank == 1:
-            raise KeyError("dies")
-        use(comm, OPERAND, 0)
-
-    with pytest.raises(KeyError, match="dies"):
-        PeerRanks(2).run(run)
-
-
-def test_a_larger_room() -> None:
-    def run(comm: InProcessCommunicator) -> list[int]:
-        sizes = []
-        for nbytes in (64, 64, 256, 64, 128):
-            room = peers_of(comm).room(RT, OPERAND, nbytes)
-            sizes.append(room.memory.nbytes)
-            for other in {0, 1} - {comm.rank}:
-                room.announce(RT, other)
-                room.await_(RT, other).wait()
-            room.leave(RT)
-        return sizes
-
-    assert PeerRanks(2).run(run) == [[64, 64, 256, 64, 256]] * 2

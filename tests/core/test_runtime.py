@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-import threading
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from te_core.quantized import QuantizedTensor
 from te_core.runtime import ByteAllocator, HostAllocator
 from te_core.tensor import CPU, META, Device
 from tests.core.test_tensor_dlpack import Counted
+from tests.threads import ends, switching, together
 
 
 class Noting:
@@ -29,15 +28,6 @@ class Noting:
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         self.asked.append((tuple(shape), dtype))
         return Tensor(0, tuple(shape), dtype, META, None) if self.meta else self.host.empty(shape, dtype, stream)
-
-
-def in_thread(work: Callable[[], Any]) -> Any:
-    """What `work` returns when another thread does it while this one lives."""
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(work()))
-    thread.start()
-    thread.join()
-    return result[0]
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -130,7 +120,7 @@ def test_workspaces_grow_and_belong_to_a_thread():
     rt = Runtime.cpu(HostAllocator())
     small = rt.workspace("a", 100)
     assert rt.workspace("a", 50) == small != rt.workspace("b", 100)
-    assert in_thread(lambda: rt.workspace("a", 100)) not in (small, rt.workspace("b", 100))
+    assert ends(lambda: rt.workspace("a", 100)) not in (small, rt.workspace("b", 100))
     large = rt.workspace("a", 1 << 20)
     assert large != small and rt.workspace("a", 100) == large
 
@@ -164,7 +154,7 @@ def test_a_fresh_runtime_shares_all_but_scratch_memory():
 def test_executors_belong_to_a_thread():
     rt = Runtime.cpu(HostAllocator())
     assert rt.executor() is rt.executor()
-    assert in_thread(rt.executor) is not rt.executor()
+    assert ends(rt.executor) is not rt.executor()
 
 
 def test_what_is_kept_is_a_devices_own():
@@ -207,11 +197,7 @@ def test_eight_threads_one_plan_each_its_own_tensors():
             if not (np.array_equal(plain, a @ b.T) and np.array_equal(rt.numpy(low), a @ b.T)):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    together(*(partial(work, i) for i in range(8)))
     assert wrong == []
 
 
@@ -273,29 +259,18 @@ def test_a_plan_cache_of_no_room_takes_no_keys():
 
 def test_threads_share_a_full_plan_cache():
     """Small enough to be turned over all the time: nobody gets another's plan, nothing raises."""
-    cache, failures = PlanCache(capacity=6), []
+    cache = PlanCache(capacity=6)
 
     def work(seed: int) -> None:
-        try:
-            for key in np.random.default_rng(seed).integers(0, 12, 20_000).tolist():
-                found = cache.get(key)
-                if found is None:
-                    found = cache.put(key, ("plan", key))
-                assert found == ("plan", key)
-        except BaseException as error:
-            failures.append(error)
+        for key in np.random.default_rng(seed).integers(0, 12, 20_000).tolist():
+            found = cache.get(key)
+            if found is None:
+                found = cache.put(key, ("plan", key))
+            assert found == ("plan", key)
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert not failures and len(cache) <= 6
+    with switching():
+        together(*(partial(work, i) for i in range(6)))
+    assert len(cache) <= 6
 
 
 def test_a_plan_is_made_once_and_can_be_read():

@@ -6,23 +6,16 @@ import gc
 import threading
 from dataclasses import replace
 
-import pytest
-
 from te_core import dtypes
 from te_core.attention import AttentionSpec
 from te_core.backends.cuda import executor
 from te_core.ops import attention_fp8 as fp8
 from te_core.ops.attention import attention_forward
 from te_core.runtime import Runtime
-from tests.core import fake_cudnn
 from tests.core.fake_cudnn import tensor
+from tests.threads import ends, together
 
 SPEC = AttentionSpec(0.125, "bshd", "bshd")
-
-
-@pytest.fixture
-def fake(monkeypatch, tmp_path):
-    return fake_cudnn.runtime(monkeypatch, tmp_path)
 
 
 def attend(rt, dtype=dtypes.bfloat16):
@@ -76,17 +69,11 @@ def test_threads_have_handles_of_their_own_and_leave_them(fake):
         if wait:
             both.wait()
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    together(work, work)
     assert sorted(seen) == [77, 78] and all(relaxed for _, relaxed in calls.made_in_relaxed)
     gc.collect()
     for _ in range(5):
-        late = threading.Thread(target=work, args=(False,))
-        late.start()
-        late.join()
+        ends(lambda: work(False))
         gc.collect()
     assert set(seen) == {77, 78} and len(rt.device.of(executor._Executors).left) == 2
 

@@ -8,10 +8,10 @@ import pytest
 
 from te_core.backends.cuda import gemm_run, gemm_tune
 from te_core.tape import taped
-from tests.core.covering_lists import covering_lists
 from tests.core.fake_cuda import Make
 from tests.core.tape_cases import MLP, Linear
 from tests.core.tape_proof import Tapes, run
+from tests.covering import covering
 
 BUILDS: dict[str, Any] = {
     "linear": Linear("current", sink="fp32+"),
@@ -26,7 +26,7 @@ def last_is_fastest(rt: Any, spec: Any, route: Any, prepared: Any, found: list[A
     return [-float(i) for i in range(len(found))]
 
 
-@covering_lists(pytest.mark.parametrize("name", BUILDS), pytest.mark.parametrize("setting", taped.WHEN))
+@covering(name=BUILDS, setting=taped.WHEN)
 def test_autotuning_counts_from_the_next_call_on(
     make: Make, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
 ) -> None:

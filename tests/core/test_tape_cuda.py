@@ -21,11 +21,11 @@ from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape import taped
 from te_core.tape.taped import Taped
 from tests.core import fake_cudnn, tape_cases
-from tests.core.covering_lists import covering_lists
 from tests.core.fake_cuda import B200, Make
 from tests.core.tape_cases import ALL, MLP, RECIPES, STREAMS, Linear, needed
 from tests.core.tape_more_cases import Attention, L2Norm, Norm, Residual, Rope, Softmax
 from tests.core.tape_proof import Round, Tapes, compare, proved, run
+from tests.covering import covering
 
 FP32 = dtypes.float32
 KINDS = (None, "delayed", "current", "block", "mxfp8", "nvfp4")
@@ -181,10 +181,7 @@ def test_other_recipes(make: Make, recipe: str) -> None:
         proved(machine, build)
 
 
-@covering_lists(
-    pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 tiled", "nvfp4", "nvfp4 4over6"]),
-    pytest.mark.parametrize("swizzled", [False, True]),
-)
+@covering(recipe=["mxfp8", "mxfp8 tiled", "nvfp4", "nvfp4 4over6"], swizzled=[False, True])
 def test_products_that_other_gpus_have(
     make: Make, monkeypatch: pytest.MonkeyPatch, recipe: str, swizzled: bool
 ) -> None:
@@ -260,7 +257,7 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@covering_lists(pytest.mark.parametrize("group", ATTENTION), pytest.mark.parametrize("scratch", [256, 9 << 20]))
+@covering(group=ATTENTION, scratch=[256, 9 << 20])
 def test_attention(make: Make, monkeypatch: pytest.MonkeyPatch, group: str, scratch: int) -> None:
     """`scratch`: what cuDNN asks for, of the runtime's or, if it is much, of the call's."""
     monkeypatch.setattr(fake_cudnn.Built, "needs", scratch)
@@ -348,19 +345,6 @@ def test_a_tape_belongs_to_no_stream(make: Make, build: Build) -> None:
         assert {event.stream for event in other.events} == {9} and other.count == taped.Counts(1)
         compare(one, other)
     assert not machine.faults
-
-
-def test_blocks_that_results_do_not_share(make: Make) -> None:
-    """A runtime for compilers, whose results lie apart, has tapes of its own."""
-    machine, build = make(), Attention(packing="qkv")
-    for joins in (True, False):
-        rt = machine.runtime() if joins else machine.runtime().apart()
-        tapes = Tapes()
-        run(machine, rt, tapes, build, "never")
-        one = run(machine, rt, tapes, build, "never")
-        run(machine, rt, tapes, build, "first")
-        for a, b in zip(one, run(machine, rt, tapes, build, "first"), strict=True):
-            compare(a, b)
 
 
 def test_what_swizzles_once_swizzles_once(make: Make) -> None:

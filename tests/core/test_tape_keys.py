@@ -199,15 +199,6 @@ def test_an_equal_call_has_the_same_tape(make: Make, build: Build) -> None:
     assert len(taped.tapes()) == 2
 
 
-def test_each_device_has_its_own(make: Make) -> None:
-    machine = make(devices=2)
-    runtimes = machine.runtime(index=0), machine.runtime(index=1)
-    found = shared(machine, Pair(MLP("current"), MLP("current")), runtimes)
-    assert [[d.count.recorded for d in done] for done in found] == [[1, 1], [1, 1], [0, 0], [0, 0]]
-    assert {e.context for done in found[::2] for d in done for e in d.events} == {1000}
-    assert {e.context for done in found[1::2] for d in done for e in d.events} == {1001}
-
-
 def test_a_tensor_of_another_device_is_refused_as_ever(make: Make) -> None:
     """No tape stands between a wrong tensor and its error."""
     machine, tapes = make(devices=2), Tapes()
@@ -260,15 +251,6 @@ def test_each_spec_has_its_own(make: Make) -> None:
             done = run(machine, rt, own, case, "first")
             assert all(d.count.recorded == (not known) for d in done)
     assert len(taped.tapes()) == 2 * len(tapes) - 1  # where none is wanted there is no backward
-
-
-def test_the_second_sighting(make: Make) -> None:
-    """By that setting a call runs as it always has, is recorded, is replayed."""
-    machine, tapes = make(), Tapes()
-    rt = machine.runtime()
-    counts = [run(machine, rt, tapes, Linear("current"), "second")[0].count for _ in range(3)]
-    assert [(c.interpreted.total(), c.recorded, c.replayed) for c in counts] == [(1, 0, 0), (0, 1, 1), (0, 0, 1)]
-    assert list(counts[0].interpreted) == ["met for the first time"]
 
 
 def _sum(rt: Runtime, x: Tensor, *, spec: Any) -> Tensor:

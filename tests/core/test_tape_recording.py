@@ -30,7 +30,7 @@ from tests.core.fake_cuda import Machine, Make
 from tests.core.tape_cases import MLP, Linear
 from tests.core.tape_more_cases import Attention
 from tests.core.tape_proof import Call, Done, Round, Tapes, compare, made, run, without_scratch
-from tests.threads import switching
+from tests.threads import ends, switching, together
 
 FP8 = Attention(packing="qkv", fp8=True, heads=4, groups=4, d=128)
 BUILDS: dict[str, Callable[[Runtime], Round]] = {
@@ -95,15 +95,6 @@ def test_a_recording_launches_allocates_and_waits_for_nothing(make: Make, build:
         assert not events and len(machine.arena.sizes) == blocks and machine.kept() == held
         assert set(machine.lib.log[asked:]) <= HARMLESS
         assert tape.steps and not machine.faults
-
-
-@each_build
-def test_a_tape_keeps_nothing_of_the_call_that_it_was_made_of(make: Make, build: Any) -> None:
-    machine, tapes = make(), Tapes()
-    rt = machine.runtime()
-    before = machine.kept()
-    run(machine, rt, tapes, build, "first")
-    assert taped.tapes() and machine.kept() == before
 
 
 class Failing:
@@ -307,26 +298,16 @@ def test_one_tape_in_many_threads(make: Make, build: Any, devices: int) -> None:
     for index in range(devices):
         rt = machine.runtime(index=index)
         one.append([run(machine, rt, tapes, build, setting) for setting in ("never", "never", "first")][1])
-    together, found, failed = threading.Barrier(8), [], []  # type: ignore[var-annotated]
     runtimes = {(index, stream): machine.runtime(stream, index) for stream in (20, 21) for index in range(devices)}
+    behind = threading.Barrier(8)
 
-    def work() -> None:
-        try:
-            together.wait()
-            for where in (*runtimes, *runtimes):
-                found.append((where, run(machine, runtimes[where], tapes, build, "first")))
-            together.wait()
-        except BaseException as error:
-            failed.append(error)
-            together.abort()
+    def work() -> list[Any]:
+        done = [(where, run(machine, runtimes[where], tapes, build, "first")) for where in (*runtimes, *runtimes)]
+        behind.wait()
+        return done
 
     with switching():
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failed, failed[0]
+        found = [done for of_thread in together(*[work] * 8) for done in of_thread]
     assert len(found) == 32 * devices and len(taped.tapes()) == 2 * devices
     owners: dict[int, set[Any]] = {}
     for (index, stream), done in found:
@@ -352,9 +333,7 @@ def test_what_a_thread_leaves_goes_to_its_device(make: Make) -> None:
             run(machine, rt, tapes, build, "first")
 
     for _ in range(3):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        ends(work)
         gc.collect()  # the thread's own
         handles.append(sorted(machine.lt.handles.values()))
     assert handles == [[1000, 1001]] * 3 and not machine.faults
@@ -366,20 +345,16 @@ def test_threads_that_record_at_once_agree(make: Make) -> None:
     rt = machine.runtime()
     for _ in range(2):
         one = run(machine, rt, tapes, build, "never")
-    together, found = threading.Barrier(4), []  # type: ignore[var-annotated]
+    behind = threading.Barrier(4)
 
-    def work() -> None:
-        together.wait()
-        found.append(run(machine, rt, tapes, build, "first"))
-        together.wait()
+    def work() -> list[Done]:
+        done = run(machine, rt, tapes, build, "first")
+        behind.wait()
+        return done
 
     with switching():
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 4 and len(taped.tapes()) == 2 and not machine.faults
+        found = together(*[work] * 4)
+    assert len(taped.tapes()) == 2 and not machine.faults
     for done in found:
         alike(one, done)
 

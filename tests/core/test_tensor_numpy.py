@@ -74,18 +74,6 @@ def test_a_quantized_tensor_is_refused() -> None:
     assert q.rowwise is not None and np.asarray(q.rowwise).dtype == ml_dtypes.float8_e4m3fn
 
 
-@pytest.mark.parametrize("name", NARROW)
-@pytest.mark.parametrize("enter", [from_numpy, from_dlpack, RT.tensor], ids=["from_numpy", "from_dlpack", "tensor"])
-def test_narrow_types_of_numpy_come_in(enter: Any, name: str) -> None:
-    """NumPy itself exports none of ml_dtypes' types."""
-    values = VALUES.astype(NARROW[name])
-    t = enter(values)
-    assert t.dtype is dtypes.dtype(name) and np.array_equal(np.asarray(t), values)
-    if enter in (from_numpy, from_dlpack):
-        values[0, 0] = 2
-        assert np.asarray(t)[0, 0] == 2, "zero-copy"
-
-
 OTHERS = [
     ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz, ml_dtypes.int4, np.complex64, np.str_,
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from te_core import dtypes as D
 from te_core.ops.gemm import gemm
 from tests.reference import gemm as reference
+from tests.threads import together
 from tests.tolerances import DB, snr_db
 
 THREADS, RUNS = 8, 1250
@@ -51,25 +52,15 @@ def test_threads_share_a_plan(rt, make):
     for mine in calls:  # the plans exist before the threads start: one for each alignment of host memory
         for run, _ in mine:
             rt.numpy(run())
-    built, failures = rt.plans.builds, []
-    start = threading.Barrier(THREADS)
+    built = rt.plans.builds
 
     def work(mine):
-        try:
-            start.wait()
-            for i in range(RUNS):
-                run, want = mine[i % 2]  # its pointers change with every run
-                out = run()
-                if i % 50 < 2:
-                    got = snr_db(rt.numpy(out).astype(np.float64), want)
-                    assert got >= DB["bf16"] - 3, f"run {i}: {got} dB"
-        except Exception as error:  # a thread's exception would be lost
-            failures.append(error)
+        for i in range(RUNS):
+            run, want = mine[i % 2]  # its pointers change with every run
+            out = run()
+            if i % 50 < 2:
+                got = snr_db(rt.numpy(out).astype(np.float64), want)
+                assert got >= DB["bf16"] - 3, f"run {i}: {got} dB"
 
-    threads = [threading.Thread(target=work, args=(mine,)) for mine in calls]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not failures, failures[0]
+    together(*(partial(work, mine) for mine in calls))
     assert rt.plans.builds == built

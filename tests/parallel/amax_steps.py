@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,19 +12,17 @@ import torch.distributed as dist
 import te_torch as te
 from te_core.recipe import DelayedScaling
 from tests import module_steps
-from tests.module_steps import gradient_for, values
+from tests.module_steps import fp8_state, gradient_for, values
+from tests.parallel import steps
 from tests.parallel.ranks import Rank
+from tests.parallel.steps import sent_to
 
 RULE = {"amax_history_len": 4}
 STEPS = 4
 
 
-def make(rank: Rank, kind: str, seed: int = 0) -> Any:
+def make(rank: Rank, kind: str = "Linear", seed: int = 0) -> Any:
     return module_steps.make(kind, rank.device, seed=seed)
-
-
-def fp8_state(module: Any) -> dict[str, torch.Tensor]:
-    return {name: t.cpu() for name, t in module_steps.fp8_state(module).items()}
 
 
 def batch(number: int, step: int, device: str = "cpu") -> torch.Tensor:
@@ -51,35 +49,31 @@ RULES: dict[str, Any] = {
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """The sizes of the all-reduces inside."""
-    plain, calls = dist.all_reduce, []
+    """The sizes of the all-reduces inside, in elements, when it is over."""
+    sizes: list[int] = []
+    with steps.counted() as calls:
+        yield sizes
+    sizes += [size // 4 for size in sent_to("all_reduce", calls)]
 
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args[0].numel())
-        return plain(*args, **kwargs)
 
-    dist.all_reduce = all_reduce
-    try:
-        yield calls
-    finally:
-        dist.all_reduce = plain
+def region(modules: Any, x: torch.Tensor, group: Any = None, **rule: Any) -> list[torch.Tensor]:
+    """One region in which each of these runs once."""
+    with te.autocast(recipe=DelayedScaling(**{**RULE, **rule}), amax_reduction_group=group):
+        return [module(x) for module in modules]
 
 
 def forward(module: Any, x: torch.Tensor, group: Any = None, **rule: Any) -> torch.Tensor:
-    with te.autocast(recipe=DelayedScaling(**{**RULE, **rule}), amax_reduction_group=group):
-        return module(x)
+    return region([module], x, group, **rule)[0]
 
 
-def step(module: Any, x: torch.Tensor, **options: Any) -> None:
-    """A region, and a backward pass after it."""
-    y = forward(module, x, **options)
-    y.backward(torch.ones_like(y))
+def backward(ys: list[torch.Tensor]) -> None:
+    torch.autograd.backward([y.sum() for y in ys])
 
 
 def train(
     module: Any, rank: Rank, *, group: Any = None, inside: bool = False, steps: int = STEPS, **rule: Any
 ) -> list[dict[str, Any]]:
-    """State and number of all-reduces after each step."""
+    """State and number of all-reduces after each step; a backward is in the region, or behind it."""
     recipe, found = DelayedScaling(**RULE, **rule), []
     for number in range(steps):
         with counted() as calls:
@@ -97,29 +91,21 @@ def together(of: tuple[int, ...], rule: str = "max", seed: int = 0) -> list[dict
     """State after each step of one process with the batches of these ranks: casts keep the largest value there."""
     module, found = module_steps.make("Linear", seed=seed), []
     for number in range(STEPS):
-        with te.autocast(recipe=DelayedScaling(**RULE, **RULES[rule])):
+        with te.autocast(recipe=DelayedScaling(**RULE, **{**RULES[rule], "reduce_amax": False})):
             ys = [module(batch(rank, number)) for rank in of]
         torch.autograd.backward(ys, [gradient(y, rank, number) for y, rank in zip(ys, of, strict=True)])
         found.append(fp8_state(module))
     return found
 
 
-def half(rank: int, world: int) -> tuple[int, ...]:
+def half(rank: Rank) -> tuple[int, ...]:
     """The ranks of this one's half."""
-    start = rank // (world // 2) * (world // 2)
-    return tuple(range(start, start + world // 2))
+    start = rank.number // (rank.world // 2) * (rank.world // 2)
+    return tuple(range(start, start + rank.world // 2))
 
 
 def halves(rank: Rank) -> Any:
     """The group of this rank when the ranks are cut in two."""
-    groups = [dist.new_group(half(start, rank.world)) for start in (0, rank.world // 2)]
-    return groups[rank.number // (rank.world // 2)]
-
-
-def error_of(action: Callable[[], Any], kind: type[Exception] = Exception) -> str:
-    """The message that this ends with; empty if it does not."""
-    try:
-        action()
-    except kind as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    world = rank.world
+    groups = [dist.new_group(range(start, start + world // 2)) for start in (0, world // 2)]
+    return groups[rank.number // (world // 2)]

@@ -76,3 +76,15 @@ def two(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -
 def four(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
     """Four ranks, over gloo and over NCCL, for groups of two; the test is marked `four_ranks`."""
     return ranks_of(*request.param)
+
+
+@pytest.fixture(scope="module")
+def gpus(ranks_of: Callable[[int, str], Ranks]) -> Ranks:
+    """Two GPUs, for what only they have; the test is marked so."""
+    return ranks_of(2, "cuda")
+
+
+@pytest.fixture(scope="module")
+def gloo_four(ranks_of: Callable[[int, str], Ranks]) -> Ranks:
+    """Four gloo ranks; the test is marked `more`."""
+    return ranks_of(4, "cpu")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import te_torch as te
-from te_torch.exchange import ALL_GATHER
 from tests.module_steps import values
 from tests.recipes import region, rule
 
@@ -45,9 +41,9 @@ def mesh_of(device: str, *sizes: int) -> Any:
     return init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
-def shard(model: torch.nn.Module, mesh: Any, reshard: bool = True) -> torch.nn.Module:
+def shard(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     for part in (*model.children(), model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)  # type: ignore[call-overload]
+        fully_shard(part, mesh=mesh)  # type: ignore[call-overload]
     return model
 
 
@@ -71,6 +67,11 @@ def step(model: torch.nn.Module, optimizer: Any, name: str | None, x: torch.Tens
     return y.detach()
 
 
+def own(rank: Any) -> range:
+    """This rank alone, whose batches a rank trains with."""
+    return range(rank.number, rank.number + 1)
+
+
 def train(model: torch.nn.Module, name: str | None, ranks: range, device: str, optimizer: Any = None) -> list[Any]:
     """The outputs of each step for the batches of these ranks."""
     optimizer = optimizer or optimizer_of(model)
@@ -84,22 +85,3 @@ def plain(t: Any) -> torch.Tensor:
     """The values of a parameter, or of a shard."""
     t = t.to_local() if hasattr(t, "to_local") else t.detach()
     return (t.dequantize() if hasattr(t, "_quantizer") else t).float().cpu()
-
-
-@contextmanager
-def sent_in_gathers() -> Iterator[list[int]]:
-    """The bytes that this rank sends in all-gathers, one entry each."""
-    sent: list[int] = []
-    gather = getattr(dist, ALL_GATHER)
-
-    def noting(out: torch.Tensor, inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(inp.numel() * inp.element_size())
-        return gather(out, inp, *args, **kwargs)
-
-    def named(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            return noting(*args, **kwargs)
-        return noting(kwargs.pop("output_tensor"), kwargs.pop("input_tensor"), **kwargs)
-
-    with mock.patch.object(dist, ALL_GATHER, named):
-        yield sent

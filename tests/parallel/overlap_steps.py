@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 import te_torch as te
-from te_torch.parallel import communicator, overlap
+from te_torch.parallel import overlap
 from tests.parallel.ranks import Rank
-from tests.parallel.tensor_steps import error_of
 from tests.recipes import region
 from tests.tolerances import snr_db
 
@@ -131,95 +128,13 @@ def compared(
     flags: dict[str, bool],
     cfg: dict[str, Any] | None,
     counts: tuple[int, ...],
+    group: Any = None,
 ) -> tuple[float, dict[str, str]]:
     """(how far overlap changes results, how GEMMs overlapped in the last step)."""
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
     plain = steps(make(kind, rank, group), rank, recipe, counts, group)
-    with initialised(rank.world, ub_cfgs=cfg if rank.device == "cpu" else each_said(flags, cfg)):
+    with initialised(dist.get_world_size(group), ub_cfgs=cfg if rank.device == "cpu" else each_said(flags, cfg)):
         module = make(kind, rank, group, **flags)
         found = steps(module, rank, recipe, counts, group)
         said = reasons(module)
     return worst(found, plain), said
-
-
-def compared_by_calls(rank: Rank, *how: Any) -> tuple[float, dict[str, str]]:
-    """The same over NCCL or gloo, where GPUs could read each other's memory, too (tests/parallel/test_peers.py)."""
-    with patch.object(communicator, "peers_of", lambda group, rt: None):
-        return compared(rank, *how)
-
-
-def beside_others(rank: Rank, how: str) -> tuple[float, dict[str, str]]:
-    """The same of what also changes when something is computed, or how often: by `how`."""
-    group = dist.group.WORLD
-    results = []
-    for flags in ({}, SETS["rings"]):
-        with initialised(rank.world, ub_cfgs=RINGS):
-            module = make("mlp" if how == "checkpoint" else how, rank, group, **flags)
-            if how == "mlp":  # frozen weights of fc1
-                module.fc1_weight.requires_grad_(False)
-            results.append(steps(module, rank, "delayed", (64, 32, 64), group, how == "checkpoint"))
-    return worst(*results), reasons(module)
-
-
-def in_groups_of_two(rank: Rank) -> tuple[float, dict[str, str]]:
-    """The same of two groups, of ranks that are no neighbours."""
-    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    group = groups[rank.number % 2]
-    plain = steps(make("mlp", rank, group), rank, "current", (32, 64), group)
-    with initialised(2, ub_cfgs=each_said(SETS["rings"], RINGS)):
-        module = make("mlp", rank, group, **SETS["rings"])
-        found = steps(module, rank, "current", (32, 64), group)
-        return worst(found, plain), reasons(module)
-
-
-def come_and_gone(rank: Rank) -> list[Any]:
-    """What a module says before initialize_ub, after it, after destroy_ub, and after another one."""
-    group, said = dist.group.WORLD, []
-    module = make("mlp", rank, group, **SETS["bulk"])
-
-    def step() -> list[torch.Tensor]:
-        return steps(module, rank, None, (32,) * 3, group)  # often enough to run as a plan
-
-    overlap._process.destroyed = False  # as in a process that never had any
-    said.append(error_of(step))
-    with initialised(rank.world, ub_cfgs=RINGS):
-        step()
-        said.append(reasons(module))
-    step()
-    said.append(reasons(module))
-    with initialised(rank.world, ub_cfgs={"fc2_fprop": {"num_splits": 2}}, quantization_modes=[NONE]):
-        step()
-        said.append(reasons(module)["fc2_fprop"])
-        steps(module, rank, "current", (32,), group)
-        said.append(reasons(module)["fc2_fprop"])
-    with initialised(rank.world, dtype=torch.float16):
-        step()
-        said.append(reasons(module)["fc2_fprop"])
-    return said
-
-
-def refused(rank: Rank) -> list[str]:
-    """What modules refuse in their first forward, and what flags say that do nothing."""
-    group = dist.group.WORLD
-    said = []
-    with initialised(1):  # groups of one rank
-        module = make("column", rank, group, ub_overlap_ag=True)
-        said.append(error_of(lambda: steps(module, rank, None, (32,), group)))
-    with initialised(rank.world, ub_cfgs={"qkv_dgrad": {"method": "ring_exchange"}}):
-        module = make("column", rank, group, ub_bulk_dgrad=True)
-        said.append(error_of(lambda: steps(module, rank, None, (32,), group)))
-    module = make("column", rank, group, ub_overlap_ag=True)
-    module.sequence_parallel = False
-    module(torch.zeros(4, 1, H, dtype=torch.bfloat16, device=rank.device))
-    return [*said, reasons(module)["qkv_fprop"]]
-
-
-def on_two_hosts(rank: Rank) -> str:
-    """As under a launcher with one process a host."""
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    try:
-        with initialised(rank.world):
-            module = make("column", rank, dist.group.WORLD, ub_overlap_ag=True)
-            return error_of(lambda: steps(module, rank, None, (32,), dist.group.WORLD))
-    finally:
-        del os.environ["LOCAL_WORLD_SIZE"]

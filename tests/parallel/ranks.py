@@ -1,20 +1,22 @@
 """Processes that train together, for tests: started once a session, given one function after another.
 
-A test's file holds what the ranks do as functions at its top level, and a test compares what they returned:
+A test is what each of the ranks does and asserts (tests/parallel/steps.py has `by_ranks`, and what such tests share):
 
-    def everyones_sum(rank: Rank, add: float) -> float:
+    @pytest.mark.parametrize("add", [1.0, 5.0])
+    @by_ranks()
+    def test_a_sum(rank: Rank, add: float) -> None:
         number = torch.full((1,), add, device=rank.device)
         dist.all_reduce(number)
-        return number.item()
+        assert number.item() == add * rank.world
 
-    def test_a_sum(ranks: Ranks) -> None:
-        assert ranks.run(everyones_sum, 5.0) == [5.0 * ranks.world] * ranks.world
+Or it compares what a function at the top level of its file returned: `assert ranks.run(everyones_sum, 5.0) == [...]`.
+A way of running a module over ranks that gives the bits of another one is an entry of tests/parallel/test_ways.py.
 
 The fixtures are in tests/parallel/conftest.py: `ranks` runs a test with two gloo ranks on the CPU, with four, and with
 NCCL on two GPUs and on four; `two` leaves out the four, `four` the two, `gloo_ranks` the GPUs; `pair` is two gloo ranks
 alone, for what depends neither on their number nor on the device; `ranks_of` gives any others. With four ranks
 `make test-more`, and with four GPUs `make gpu`, runs the tests marked `four_ranks` (or their cases with the parameters
-that the mark names), `make test-full` all.
+that the mark names), `make test-full` all. `by_ranks` takes the fixture's name: `ranks` without one.
 
 Where GPUs are fewer than ranks, they are shared (`make gpu-ranks`): to NCCL each rank is then on a host of its own, and
 what it sends goes through sockets.

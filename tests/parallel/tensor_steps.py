@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import te_torch as te
-from te_core.tape import taped
-from te_torch.exchange import ALL_GATHER, REDUCE_SCATTER
 from tests.parallel.ranks import Rank
+from tests.parallel.steps import on_cpu
 from tests.recipes import region
 
 H, F, BATCH, HEADS, GROUPS = 64, 96, 2, 8, 4
@@ -146,109 +143,56 @@ def piece(t: torch.Tensor, dim: int | None, rank: int, world: int) -> torch.Tens
     return t if dim is None else t.chunk(world, dim)[rank].contiguous()
 
 
-def steps(
-    module: Any, recipe: str | None, kind: str, rows: int, ends: tuple[Any, Any], rank: int, world: int, device: str
-) -> dict[str, Any]:
-    """Outputs, gradients of the input and of the parameters, and the parameters after some steps."""
-    found: dict[str, Any] = {"y": [], "dx": [], "grads": []}
-    wide, out = shapes(kind)
-    for step in range(STEPS):
-        x = piece(inputs(rows, wide, step), ends[0], rank, world).to(device).requires_grad_()
-        dy = piece(inputs(rows, out, step, seed=1), ends[1], rank, world).to(device)
-        with region(recipe):
-            y = module(x)
-        y.backward(dy)
-        for p in module.parameters():
-            if world > 1 and getattr(p, "sequence_parallel", False):  # the trainer's part
-                dist.all_reduce(p.grad)
-        found["y"].append(y.detach().cpu())
-        found["dx"].append(x.grad.cpu())  # type: ignore[union-attr]
-        found["grads"].append({n: p.grad.cpu() for n, p in module.named_parameters()})
-        with torch.no_grad():
-            for p in module.parameters():
-                p.sub_(p.grad, alpha=0.001)
-                p.grad = None
-    found["weights"] = {n: p.detach().cpu() for n, p in module.named_parameters()}
-    return found
-
-
-def spread(rank: Rank, kind: str, recipe: str | None, sequence: bool, rows: int, options: dict[str, Any]) -> Any:
-    """What a rank finds, with its parts of the whole layer's parameters."""
-    whole = make(kind, rank.device)
-    module = make(
-        kind, rank.device, tp_group=dist.group.WORLD, tp_size=rank.world, sequence_parallel=sequence, **options
+def tensors(kind: str, rank: Rank, sequence: bool, number: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's parts of an input and of an output gradient, larger from step to step."""
+    ends = zip(shapes(kind), cut_ends(kind, sequence), strict=True)
+    return tuple(  # type: ignore[return-value]
+        ((1 + number) * piece(inputs(rows, width, number, seed), end, rank.number, rank.world)).to(rank.device)
+        for seed, (width, end) in enumerate(ends)
     )
-    values = dict(whole.named_parameters())
+
+
+def spread(kind: str, rank: Rank, sequence: bool = True, group: Any = None, **more: Any) -> Any:
+    """A layer of this rank's parts of the whole layer's parameters, over all ranks or a group."""
+    group = group or dist.group.WORLD
+    size, number = dist.get_world_size(group), dist.get_rank(group)
+    module = make(kind, rank.device, tp_group=group, tp_size=size, sequence_parallel=sequence, **more)
+    whole = dict(make(kind, rank.device).named_parameters())
     with torch.no_grad():
         for name, p in module.named_parameters():
-            p.copy_(part(values[name], cut_of(kind, name), rank.number, rank.world))
-    with counted() as calls:
-        found = steps(module, recipe, kind, rows, cut_ends(kind, sequence), rank.number, rank.world, rank.device)
-    return {**found, "calls": calls}
+            p.copy_(part(whole[name], cut_of(kind, name), number, size))
+    return module
+
+
+def trained(rank: Rank, kind: str, recipe: str | None, sequence: bool, rows: int) -> dict[str, Any]:
+    """What a rank finds: outputs, gradients of the input and of the parameters, and the parameters after some steps."""
+    return steps(spread(kind, rank, sequence), rank, kind, recipe, sequence, rows)
 
 
 def alone(kind: str, recipe: str | None, rows: int, device: str) -> dict[str, Any]:
     """What one process finds."""
-    return steps(make(kind, device), recipe, kind, rows, (None, None), 0, 1, device)
+    return steps(make(kind, device), Rank(0, 1, device), kind, recipe, False, rows)
 
 
-def as_one(rank: Rank, sequence: bool, recipe: str | None) -> bool:
-    """Whether a layer that is spread over the ranks runs as one node, with the bits of its parts."""
-    found = []
-    for one in (True, False):
-        torch.manual_seed(rank.number)
-        module = te.TransformerLayer(
-            64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, set_parallel_mode=True, tp_group=dist.group.WORLD,
-            tp_size=rank.world, sequence_parallel=sequence, device=rank.device, params_dtype=torch.bfloat16,
-        )  # fmt: skip
-        module.one_node = one
-        results = []
-        for i in range(3):
-            torch.manual_seed(i + rank.number * sequence)
-            x = torch.randn(16, 2, 64, dtype=torch.bfloat16).to(rank.device).requires_grad_()
-            module.zero_grad()
-            with region(recipe):
-                y = module(x)
-            planned = [plan for plan in module._plans if type(plan).__name__ == "GraphPlan"]
-            assert bool(planned) is (one and taped.when() != "never")
-            y.sum().backward()
-            results += [y.detach(), x.grad, *[p.grad for p in module.parameters()]]
-        found.append(results)
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@contextmanager
-def counted() -> Iterator[list[tuple[str, int]]]:
-    """The collectives inside, and the bytes that this rank gave to each."""
-    names = {ALL_GATHER: 1, REDUCE_SCATTER: 1, "all_reduce": 0}
-    said = {ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter", "all_reduce": "all_reduce"}
-    before = {name: getattr(dist, name) for name in names}
-    calls: list[tuple[str, int]] = []
-
-    def wrapped(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = args[names[name]]
-            calls.append((said[name], given.numel() * given.element_size()))
-            return before[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, wrapped(name))
-    try:
-        yield calls
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
+def steps(module: Any, rank: Rank, kind: str, recipe: str | None, sequence: bool, rows: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"y": [], "dx": [], "grads": []}
+    for number in range(STEPS):
+        x, dy = tensors(kind, rank, sequence, number, rows)
+        with region(recipe):
+            y = module(x.requires_grad_())
+        y.backward(dy)
+        for p in module.parameters():
+            if rank.world > 1 and getattr(p, "sequence_parallel", False):  # the trainer's part
+                dist.all_reduce(p.grad)
+        found["y"].append(y)
+        found["dx"].append(x.grad)
+        found["grads"].append({n: p.grad for n, p in module.named_parameters()})
+        with torch.no_grad():
+            for p in module.parameters():
+                p.sub_(p.grad, alpha=0.001)
+                p.grad = None
+    return on_cpu(found | {"weights": dict(module.named_parameters())})  # type: ignore[no-any-return]
 
 
 def options(rank: Rank, sequence: bool = True) -> dict[str, Any]:
     return {"tp_group": dist.group.WORLD, "tp_size": rank.world, "sequence_parallel": sequence}
-
-
-def error_of(action: Any) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

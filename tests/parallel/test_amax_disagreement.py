@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,26 +24,22 @@ from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Format
 from te_torch import amax_reduction, updates
 from te_torch import state as scaling
-from tests.module_steps import differences, values
-from tests.parallel.amax_steps import RULE, batch, counted, error_of, forward, fp8_state, make, step, train
+from tests.module_steps import fp8_state, values
+from tests.parallel.amax_steps import RULE, backward, batch, counted, forward, make, region, train
 from tests.parallel.ranks import Rank, Ranks, meet
+from tests.parallel.steps import alike, by_ranks, error_of, everyones, says
 
 
-def region(modules: Any, x: torch.Tensor, **rule: Any) -> list[torch.Tensor]:
-    """One region in which each of these runs once."""
-    with te.autocast(recipe=DelayedScaling(**{**RULE, **rule})):
-        return [module(x) for module in modules]
+def mine(rank: Rank) -> torch.Tensor:
+    return batch(rank.number, 0, rank.device)
 
 
-def backward(ys: list[torch.Tensor]) -> None:
-    torch.autograd.backward([y.sum() for y in ys])
+def refused(action: Callable[[], Any]) -> str:
+    return error_of(action, ArgumentError)
 
 
-def row(module: Any) -> list[float]:
-    return module.fp8_state.amax_history_fwd[0].tolist()
-
-
-# ------------------------------------------------------------------------------------- which modules ran
+def many(rank: Rank, count: int) -> ModuleList:
+    return ModuleList(te.Linear(16, 16, bias=False, device=rank.device) for _ in range(count))
 
 
 class Net(Module):
@@ -50,128 +47,114 @@ class Net(Module):
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
-        self.first, self.second = make(rank, "Linear"), make(rank, "Linear", seed=1)
+        self.first, self.second = make(rank), make(rank, seed=1)
+
+    def both(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return region([self.first, self.second], x)
+
+    def own(self, rank: Rank) -> Any:
+        """Of rank 0 the first, of the others the second."""
+        return self.second if rank.number else self.first
 
 
-kept: list[Any] = []
+# ------------------------------------------------------------------------------------- which modules ran
 
 
-def two(rank: Rank, how: str) -> Any:
+def two_of_one_size(rank: Rank, how: str, kept: list[Any]) -> Any:
     """Two modules of one size, and what the ranks call them."""
     if how == "in a model":
         kept.append(Net(rank))
         return [kept[-1].first, kept[-1].second], ["Net.first", "Net.second"]
     if how == "in two models":  # of which the first has been built later on rank 1
         kept.extend(Net(rank) for _ in range(2 + rank.number))
-        nets = kept[-2:]
-        step(nets[0].first, batch(rank.number, 0, rank.device))
-        step(nets[1].first, batch(rank.number, 0, rank.device))
-        return [nets[0].first, nets[1].first], ["Net.first", "Net.first (2)"]
+        modules = [net.first for net in kept[-2:]]
+        for module in modules:
+            backward([forward(module, mine(rank))])
+        return modules, ["Net.first", "Net.first (2)"]
     kept.extend(te.Linear(64, 48, device=rank.device) for _ in range(rank.number))  # of no account
     named = {"name": "mine"} if how == "named" else {}
     modules = [te.Linear(48, 64, device=rank.device, **named), te.Linear(48, 64, device=rank.device)]
     return modules, ["Linear mine", "Linear"] if named else ["Linear", "Linear #2"]
 
 
-def one_of_two(rank: Rank, how: str) -> Any:
-    """Rank 0 runs the first, the others the second; forward, then both and one backward; twice."""
-    kept.clear()
-    modules, names = two(rank, how)
-    mine, x, found = modules[min(rank.number, 1)], batch(rank.number, 0, rank.device), []
+@pytest.mark.four_ranks(how="in a model")
+@pytest.mark.parametrize("how", ["in a model", "in two models", "alone", "named"])
+@by_ranks()
+def test_different_modules_of_one_size(rank: Rank, how: str) -> None:
+    """Each time, forward and backward, with their names in the model, and no history has changed."""
+    gpu = rank.device == "cuda"
+    if gpu and how == "in two models":
+        return  # both have run on all ranks: see test_a_disagreement_is_seen_in_the_next_reduction
+    kept: list[Any] = []
+    modules, names = two_of_one_size(rank, how, kept)
+    own, other = names[:: -1 if rank.number else 1]
+    module, x, said = modules[min(rank.number, 1)], mine(rank), []
     for _ in range(2):
-        found.append(error_of(lambda: region([mine], x), ArgumentError))
-        found.append(row(mine)[0] == x.abs().max().item() and mine.fp8_state.due)  # no update has read it
+        said.append(refused(lambda: region([module], x)))
+        assert (
+            module.fp8_state.amax_history_fwd[0, 0] == x.abs().max() and module.fp8_state.due
+        )  # no update has read it
     region(modules, x)
     train(modules[0], rank, steps=1)
     ys = region(modules, x)
-    found.append(error_of(lambda: backward([ys[min(rank.number, 1)]]), ArgumentError))
-    return found, names
+    back = refused(lambda: backward([ys[min(rank.number, 1)]]))
+    if gpu:  # rank 0 has run that backward before: it would say so in its next reduction
+        assert bool(back) == (rank.number > 0)
+    for message in said if gpu else [*said, back]:
+        assert message.startswith("ArgumentError: amax reduction: got ranks of a group that ran different modules")
+        says(
+            message,
+            f"rank {rank.number} alone ran {own}",
+            f"alone ran {other}",
+            "amax_reduction_group",
+            "reduce_amax=False",
+        )
 
 
-@pytest.mark.four_ranks(how="in a model")
-@pytest.mark.parametrize("how", ["in a model", "in two models", "alone", "named"])
-def test_different_modules_of_one_size(how: str, ranks: Ranks) -> None:
-    """Each time, forward and backward, with their names in the model, and no history has changed."""
-    gpu = ranks.device == "cuda"
-    if gpu and how == "in two models":
-        pytest.skip("both have run on all ranks: see test_a_disagreement_is_seen_in_the_next_reduction")
-    for number, (found, names) in enumerate(ranks.run(one_of_two, how)):
-        mine, other = (names[min(number, 1)], names[0 if number else 1])
-        first, untouched, again, still_untouched, back = found
-        assert untouched and still_untouched
-        if gpu:  # rank 0 has run that backward before: it would say so in its next reduction
-            assert bool(back) == (number > 0)
-        for message in (first, again) if gpu else (first, again, back):
-            assert message.startswith("ArgumentError: amax reduction: got ranks of a group that ran different modules")
-            assert f"rank {number} alone ran {mine}" in message and f"alone ran {other}" in message
-            assert "amax_reduction_group" in message and "reduce_amax=False" in message
-
-
-def same_modules_built_otherwise(rank: Rank) -> Any:
+@by_ranks()
+def test_names_are_those_of_the_model(rank: Rank) -> None:
     """In another order, after other models, in wrappers: the same names."""
-    if rank.number == 0:
-        net = Net(rank)
-        run = net
-    else:
-        kept = [Net(rank) for _ in range(3)]
-        net = kept[0]
-        net.first, net.second = make(rank, "Linear"), None
-        net.second = make(rank, "Linear", seed=1)
+    nets = [Net(rank) for _ in range(3 if rank.number else 1)]
+    net = run = nets[0]
+    if rank.number:
+        net.first, net.second = make(rank), None
+        net.second = make(rank, seed=1)
         net._modules = {name: net._modules[name] for name in ("second", "first")}
-        run = Sequential(Sequential(net))[0][0]
-    x = batch(rank.number, 0, rank.device)
+        run = Sequential(Sequential(net))[0][0]  # type: ignore[index]
     for _ in range(2):
-        backward(region([run.first, run.second], x))
-    return [fp8_state(run.first), fp8_state(run.second)]
-
-
-def test_names_are_those_of_the_model(ranks: Ranks) -> None:
-    found = ranks.run(same_modules_built_otherwise)
-    assert all(not differences(a, b) for states in found for a, b in zip(states, found[0], strict=True))
+        backward(run.both(mine(rank)))
+    assert alike([fp8_state(run.first), fp8_state(run.second)])
 
 
 MORE_NUMBERS = ((1, 2), (330, 340), (345, 340), (400, 500))
 
 
-def another_number(rank: Rank, of_rank_0: int, of_others: int) -> Any:
-    count = of_rank_0 if rank.number == 0 else of_others
-    x = values(16, 16, device=rank.device)
-    model = ModuleList(te.Linear(16, 16, bias=False, device=rank.device) for _ in range(max(of_rank_0, of_others)))
-    found = [error_of(lambda: region(model[:count], x))]
-    with counted() as calls:
-        found.append(error_of(lambda: region(model, x)))  # together they go on
-    return found, calls
-
-
 @pytest.mark.parametrize(
     "numbers", [(3, 2), (340, 345), *(pytest.param(n, marks=pytest.mark.full) for n in MORE_NUMBERS)]
 )
-def test_another_number_of_modules(numbers: tuple[int, int], ranks: Ranks) -> None:
+@by_ranks()
+def test_another_number_of_modules(rank: Rank, numbers: tuple[int, int]) -> None:
     """Also across the length of a buffer."""
-    for number, ((error, after), calls) in enumerate(ranks.run(another_number, *numbers)):
-        assert "different modules" in error and after == ""
-        (least, most), own = sorted(numbers), numbers[min(number, 1)]
-        if own == most:
-            assert f"rank {number} alone ran ModuleList.{least}" in error
-            assert (f"and {most - least - 3} more" in error) == (most - least > 3)
-        assert set(calls) <= {1024, 2048}
+    (least, most), own, x = sorted(numbers), numbers[min(rank.number, 1)], values(16, 16, device=rank.device)
+    model = many(rank, most)
+    error = error_of(lambda: region(model[:own], x))
+    with counted() as calls:
+        region(model, x)  # together they go on
+    says(error, "different modules")
+    if own == most:
+        says(error, f"rank {rank.number} alone ran ModuleList.{least}")
+        assert (f"and {most - least - 3} more" in error) == (most - least > 3)
+    assert set(calls) <= {1024, 2048}
 
 
-def another_order(rank: Rank) -> Any:
-    net, x = Net(rank), batch(rank.number, 0, rank.device)
+@by_ranks()
+def test_another_order(rank: Rank) -> None:
+    net, x = Net(rank), mine(rank)
     order = [net.first, net.second][:: 1 if rank.number == 0 else -1]
-    return error_of(lambda: region(order, x), ArgumentError), row(net.first)[0] == x.abs().max().item()
-
-
-def test_another_order(ranks: Ranks) -> None:
-    for number, (error, untouched) in enumerate(ranks.run(another_order)):
-        assert untouched and "different orders" in error and "call the modules in the same order" in error
-        assert f"as number 1 Net.{'second' if number else 'first'} on rank {number}" in error
-
-
-def another_rule(rank: Rank, rule: dict[str, Any]) -> Any:
-    module, x = make(rank, "Linear"), batch(rank.number, 0, rank.device)
-    return error_of(lambda: backward([forward(module, x, **(rule if rank.number == 0 else {}))]), ArgumentError)
+    error = refused(lambda: region(order, x))
+    assert net.first.fp8_state.amax_history_fwd[0, 0] == x.abs().max()
+    says(error, "different orders", "call the modules in the same order")
+    says(error, f"as number 1 Net.{'second' if rank.number else 'first'} on rank {rank.number}")
 
 
 @pytest.mark.parametrize(
@@ -183,19 +166,26 @@ def another_rule(rank: Rank, rule: dict[str, Any]) -> Any:
         ({"fp8_format": Format.E4M3}, "scales of float8_e4m3"),
     ],
 )
-def test_another_rule(rule: dict[str, Any], shown: str, ranks: Ranks) -> None:
+@by_ranks()
+def test_another_rule(rank: Rank, rule: dict[str, Any], shown: str) -> None:
     """Scales would differ although the maxima are the same."""
-    for number, error in enumerate(ranks.run(another_rule, rule)):
-        assert "under different rules" in error and shown in error and "on rank 0" in error
-        assert f"on rank {number}" in error
+    module = make(rank)
+    error = refused(lambda: backward([forward(module, mine(rank), **(rule if rank.number == 0 else {}))]))
+    says(error, "under different rules", shown, "on rank 0", f"on rank {rank.number}")
 
 
 # --------------------------------------------------------------------------------- ranks out of step
 
 
-def a_rank_of_its_own_mind(rank: Rank, what: str) -> Any:
-    """In step 2 of 4 rank 1 leaves out its backward, or ends one region more."""
-    net, x, done = Net(rank), batch(rank.number, 0, rank.device), []
+def finish(rank: Rank) -> None:
+    """What a GPU has been given is done: the next reduction finds all heads on the host."""
+    if rank.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def of_its_own_mind(rank: Rank, what: str) -> tuple[str, int, Any]:
+    """In step 2 of 4 rank 1 leaves out its backward, or ends one region more: (the error, steps done, scales)."""
+    net, x, done = Net(rank), mine(rank), []
 
     def all_steps() -> None:
         for number in range(4):
@@ -203,49 +193,53 @@ def a_rank_of_its_own_mind(rank: Rank, what: str) -> Any:
             if odd and what == "one more region":
                 forward(net.first, x)
             finish(rank)
-            ys = region([net.first, net.second], x)
+            ys = net.both(x)
             finish(rank)
             if not (odd and what == "no backward"):
                 backward(ys)
             done.append(number)
 
     error = error_of(all_steps)
-    return error, len(done), [net.first.fp8_state.scale_fwd.cpu(), net.first.fp8_state.scale_bwd.cpu()]
+    return error, len(done), [net.first.fp8_state.scale_fwd, net.first.fp8_state.scale_bwd]
 
 
 @pytest.mark.parametrize("what, steps", [("no backward", (2, 3)), ("one more region", (2, 2))])
-def test_a_rank_out_of_step(what: str, steps: tuple[int, int], pair: Ranks) -> None:
+@by_ranks("pair")
+def test_a_rank_out_of_step(rank: Rank, what: str, steps: tuple[int, int]) -> None:
     """It is seen in the first reduction that does not belong together, before a scale has changed."""
-    found = pair.run(a_rank_of_its_own_mind, what)
-    for number, (error, done, scales) in enumerate(found):
-        assert "ArgumentError" in error and done == steps[number]
-        assert all(torch.equal(a, b) for a, b in zip(scales, found[0][2], strict=True))
-    kind = "out of step" if what == "no backward" else "different modules"
-    assert kind in found[0][0] and kind in found[1][0]
+    error, done, scales = of_its_own_mind(rank, what)
+    assert done == steps[rank.number] and alike(scales)
+    says(error, "ArgumentError", "out of step" if what == "no backward" else "different modules")
     if what == "no backward":
-        assert "rank 0 is at the end of a backward pass" in found[0][0]
-        assert "rank 1 is at the end of a region" in found[1][0] and "leaves out one" in found[1][0]
+        says(
+            error,
+            *[("rank 0 is at the end of a backward pass",), ("rank 1 is at the end of a region", "leaves out one")][
+                rank.number
+            ],
+        )
 
 
-def seen_out_of_step(rank: Rank) -> Any:
-    with late(rank):
-        return a_rank_of_its_own_mind(rank, "no backward")
-
-
-def test_a_rank_out_of_step_is_seen_later(two: Ranks) -> None:
+@by_ranks("two")
+def test_a_rank_out_of_step_is_seen_later(rank: Rank) -> None:
     """Where heads are looked at later: both say so in the reduction after that one, and none waits for the other."""
-    for number, (error, done, _) in enumerate(two.run(seen_out_of_step)):
-        assert error.startswith("ArgumentError") and "out of step, 1 reduction ago" in error and done == 3
-        assert f"rank {number} is at the end of a {'region' if number else 'backward pass'}" in error
+    with late(rank):
+        error, done, _ = of_its_own_mind(rank, "no backward")
+    assert error.startswith("ArgumentError") and done == 3
+    says(
+        error,
+        "out of step, 1 reduction ago",
+        f"rank {rank.number} is at the end of a {('backward pass', 'region')[rank.number]}",
+    )
 
 
 def leaves_out_a_whole_step(rank: Rank) -> Any:
-    module, found = make(rank, "Linear"), []
+    module, found = make(rank), []
     for number in range(4):
         if rank.number == 0 and number == 3:  # which waits in vain
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
         if rank.number == 0 or number != 2:
-            error = error_of(lambda number=number: step(module, batch(rank.number, number, rank.device)))
+            x = batch(rank.number, number, rank.device)
+            error = error_of(lambda x=x: backward([forward(module, x)]))
             found.append((error, fp8_state(module)))
     meet(rank, "waited")  # until then the group is there
     dist.destroy_process_group()
@@ -259,15 +253,14 @@ def test_a_whole_step_left_out(pair: Ranks) -> None:
     """
     first, second = pair.run(leaves_out_a_whole_step)
     for (error, state), (other, states) in zip(first, second, strict=False):
-        assert error == other == "" and not differences(state, states)
+        assert error == other == "" and all(torch.equal(t, states[name]) for name, t in state.items())
     assert len(first) == 4 and len(second) == 3
-    assert "LibraryError: forward amax reduction: got a failure over ranks [0, 1]" in first[3][0]
-    assert "left out a step" in first[3][0]
+    says(first[3][0], "LibraryError: forward amax reduction: got a failure over ranks [0, 1]", "left out a step")
 
 
 def dies(rank: Rank) -> None:
-    net, x = Net(rank), batch(rank.number, 0, rank.device)
-    backward(region([net.first, net.second], x))
+    net, x = Net(rank), mine(rank)
+    backward(net.both(x))
     if rank.number == 1:
         os._exit(7)
     forward(net.first, x)
@@ -281,7 +274,7 @@ def test_a_rank_that_dies(two: Ranks) -> None:
         assert second.how == "died" and first.waited_in_vain(), str(first)
         return
     assert (first.how, first.error, second.how) == ("raised", "LibraryError", "died")
-    assert "over ranks [0, 1]" in first.text and "first error among the other ranks" in first.text
+    says(first.text, "over ranks [0, 1]", "first error among the other ranks")
 
 
 def ended_by_an_exception(module: Any, x: torch.Tensor, **rule: Any) -> None:
@@ -290,10 +283,14 @@ def ended_by_an_exception(module: Any, x: torch.Tensor, **rule: Any) -> None:
         raise ZeroDivisionError
 
 
-def goes_on_after_an_exception(rank: Rank, of_all: bool) -> Any:
-    """An exception ends a region (of rank 1 alone), and the program goes on."""
-    module, x, found = make(rank, "Linear"), batch(rank.number, 0, rank.device), []
-    step(module, x)
+@pytest.mark.four_ranks()
+@pytest.mark.parametrize("of_all", [False, True])
+@by_ranks()
+def test_a_region_that_an_exception_ended(rank: Rank, of_all: bool) -> None:
+    """Each later reduction is of another step than the others', and says so (with NCCL the one after it does); where
+    all ranks did that, none is."""
+    module, x = make(rank), mine(rank)
+    backward([forward(module, x)])
     if of_all or rank.number == 1:
         with counted() as calls:
             ended_by_an_exception(module, x)
@@ -308,39 +305,24 @@ def goes_on_after_an_exception(rank: Rank, of_all: bool) -> Any:
         finish(rank)
         backward([y])
 
+    regions = f"exceptions have ended {int(rank.number == 1)} regions on rank {rank.number}"
     for _ in range(2):
-        found.append(error_of(one_more, ArgumentError))
-    return found
+        error = refused(one_more)
+        assert bool(error) is not of_all
+        says(error, *[] if of_all else ["out of step", "goes on after an exception", regions])
 
 
-@pytest.mark.four_ranks()
-def test_a_region_that_an_exception_ended(ranks: Ranks) -> None:
-    """Each later reduction is of another step than the others', and says so (with NCCL the one after it does); where
-    all ranks did that, none is."""
-    for number, found in enumerate(ranks.run(goes_on_after_an_exception, False)):
-        for error in found:
-            assert "out of step" in error and "goes on after an exception" in error
-            regions = f"exceptions have ended {int(number == 1)} regions on rank {number}"
-            assert regions in error
-    assert ranks.run(goes_on_after_an_exception, True) == [["", ""]] * ranks.world
-
-
-def checkpoints(rank: Rank) -> Any:
+@by_ranks("pair")
+def test_a_checkpoint_is_no_exception(rank: Rank) -> None:
     """Rank 1 recomputes a region, which torch stops by an exception as soon as it has what it wants."""
-    module, x, found = make(rank, "Linear"), batch(rank.number, 0, rank.device), []
+    module, x = make(rank), mine(rank)
     for _ in range(3):
         if rank.number == 1:
             y = torch.utils.checkpoint.checkpoint(forward, module, x, use_reentrant=False)
         else:
             y = forward(module, x)
-        y.backward(torch.ones_like(y))
-        found.append(fp8_state(module))
-    return found
-
-
-def test_a_checkpoint_is_no_exception(pair: Ranks) -> None:
-    mine, other = pair.run(checkpoints)
-    assert not any(differences(a, b) for a, b in zip(mine, other, strict=True))
+        backward([y])
+        assert alike(fp8_state(module))
 
 
 # ------------------------------------------------------------------------------- looked at later, on a GPU
@@ -369,120 +351,88 @@ def late(rank: Rank, after: int = 1) -> Iterator[list[Any]]:
         def wait(self) -> None:
             waited.append(self)
 
-    at_once, mark = amax_reduction._looks_at_once, amax_reduction._Mark
-    amax_reduction._looks_at_once, amax_reduction._Mark = (lambda device: False), Mark
-    try:
+    with patch.multiple(amax_reduction, _looks_at_once=lambda device: False, _Mark=Mark):
         yield waited
-    finally:
-        amax_reduction._looks_at_once, amax_reduction._Mark = at_once, mark
 
 
-def finish(rank: Rank) -> None:
-    """What a GPU has been given is done: the next reduction finds all heads on the host."""
-    if rank.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def seen_later(rank: Rank) -> Any:
-    """Both modules have run on all ranks; then, twice, rank 0 runs the first and the others the second."""
-    net, x, found = Net(rank), batch(rank.number, 0, rank.device), []
+@by_ranks()
+def test_a_disagreement_is_seen_in_the_next_reduction(rank: Rank) -> None:
+    """Where heads are looked at later, and both modules have run on all ranks: each time, and nothing is waited for."""
+    net, x = Net(rank), mine(rank)
     with late(rank) as waited:
         for _ in range(2):
             for module in (net.first, net.second):
                 forward(module, x)
         for _ in range(2):
-            for chosen in ([net.first, net.second][min(rank.number, 1)], net.first, net.first):
+            said = []
+            for chosen in (net.own(rank), net.first, net.first):
                 finish(rank)
-                found.append(error_of(lambda m=chosen: forward(m, x), ArgumentError))
-    return found, len(waited)
+                said.append(refused(lambda m=chosen: forward(m, x)))
+            assert [bool(error) for error in said] == [False, True, False]
+            name = "second" if rank.number else "first"
+            says(said[1], f"rank {rank.number} ran Net.{name}", "1 reduction ago", "reset_fp8_meta_tensors")
+    assert not waited
 
 
-def test_a_disagreement_is_seen_in_the_next_reduction(ranks: Ranks) -> None:
-    """Where heads are looked at later: each time, and nothing is waited for."""
-    for number, (found, waited) in enumerate(ranks.run(seen_later)):
-        assert waited == 0 and [bool(error) for error in found] == [False, True, False] * 2
-        for error in found[1::3]:
-            assert f"rank {number} ran Net.{'second' if number else 'first'}" in error and "1 reduction ago" in error
-            assert "reset_fp8_meta_tensors" in error
-
-
-def seen_much_later(rank: Rank, after: int) -> Any:
-    """The host is far ahead of the device."""
-    net, x, found = Net(rank), batch(rank.number, 0, rank.device), []
+@pytest.mark.parametrize("after", [5, 10**6])
+@by_ranks("pair")
+def test_a_head_that_takes_long(rank: Rank, after: int) -> None:
+    """The host is far ahead of the device. A head is seen when it has arrived; what is on its way is bounded, and the
+    oldest waited for then."""
+    net, x = Net(rank), mine(rank)
     with late(rank, after) as waited:
-        for module in (net.first, net.second, [net.first, net.second][rank.number], *[net.first] * 40):
-            found.append(error_of(lambda m=module: forward(m, x), ArgumentError))
-    (team,) = {p.team for m in (net.first, net.second) for key, ps in plans(m) for p in ps}
-    return [i for i, error in enumerate(found) if error], len(waited), len(team.waiting)
-
-
-def plans(module: Any) -> list[Any]:
-    return [(key, plan) for key, plan in module.fp8_state.update_plans.items() if key[0] == "reduce"]
-
-
-def test_a_head_that_takes_long(pair: Ranks) -> None:
-    """It is seen when it has arrived; what is on its way is bounded, and the oldest waited for then."""
-    assert pair.run(seen_much_later, 5) == [([2 + 5], 0, 5)] * 2
-    ((errors, waited, waiting),) = {(*map(tuple, r[:1]), *r[1:]) for r in pair.run(seen_much_later, 10**6)}
-    assert waiting == amax_reduction._WAITING - 1 and waited == 41 - waiting
-    assert errors == (2 + waiting,)
-
-
-def new_to_one(rank: Rank, count: int) -> Any:
-    """Rank 1 runs what never ran; for the others nothing is new."""
-    model = ModuleList(te.Linear(16, 16, bias=False, device=rank.device) for _ in range(400))
-    x, found = values(16, 16, device=rank.device), []
-    with late(rank), counted() as calls:
-        for _ in range(2):
-            region(model[:2], x)
-        for _ in range(2):
-            finish(rank)
-            chosen = model[:2] if rank.number == 0 else model[:count]
-            found.append(error_of(lambda c=chosen: region(c, x), ArgumentError))
-        finish(rank)
-        found.append(error_of(lambda: region(model[:2], x), ArgumentError))
-        found.append(error_of(lambda: region(model[:2], x), ArgumentError))
-    return found, calls
+        modules = (net.first, net.second, net.own(rank), *[net.first] * 40)
+        said = [refused(lambda m=module: forward(m, x)) for module in modules]
+    plans = [
+        plan for m in (net.first, net.second) for key, plan in m.fp8_state.update_plans.items() if key[0] == "reduce"
+    ]
+    (team,) = {p.team for ps in plans for p in ps}
+    waiting = min(after, amax_reduction._WAITING - 1)
+    assert len(team.waiting) == waiting and [i for i, error in enumerate(said) if error] == [2 + waiting]
+    assert len(waited) == (0 if after == 5 else 41 - waiting)
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.full), 400])
-def test_new_on_one_rank_only(count: int, two: Ranks) -> None:
-    """That rank says so at once, also where its states do not fit yet; the other one in the next reduction."""
-    (first, calls), (second, _) = two.run(new_to_one, count)
-    assert [bool(error) for error in first] == [False, True, True, False]  # of the region before
-    assert [bool(error) for error in second] == [True, True, False, False]
-    sizes = "the ranks ran " + " to ".join(str(n) for n in sorted((2, count)))
-    assert sizes in first[1] and sizes in second[0] and set(calls) == {1024}
+@by_ranks("two")
+def test_new_on_one_rank_only(rank: Rank, count: int) -> None:
+    """Rank 1 runs what never ran, and says so at once, also where its states do not fit yet; the other one, for which
+    nothing is new, in the next reduction."""
+    model, x, said = many(rank, 400), values(16, 16, device=rank.device), []
+    with late(rank), counted() as calls:
+        for _ in range(2):
+            region(model[:2], x)
+        for chosen in [model[: count if rank.number else 2]] * 2 + [model[:2]]:
+            finish(rank)
+            said.append(refused(lambda c=chosen: region(c, x)))
+        said.append(refused(lambda: region(model[:2], x)))
+    assert [bool(error) for error in said] == [[False, True, True, False], [True, True, False, False]][rank.number]
+    sizes = " to ".join(str(n) for n in sorted((2, count)))
+    says(said[0 if rank.number else 1], f"the ranks ran {sizes}")
+    assert rank.number or set(calls) == {1024}
 
 
-def settled_elsewhere(rank: Rank) -> Any:
+@by_ranks()
+def test_what_is_settled_is_not_waited_for(rank: Rank) -> None:
     """A plan that one rank has forgotten is nothing new; and what a GPU settles once is not looked at again."""
-    net, x, looks = Net(rank), batch(rank.number, 0, rank.device), []
+    net, looks = Net(rank), []
     plain = amax_reduction._ReductionPlan._settle
-    amax_reduction._ReductionPlan._settle = lambda plan: (looks.append(plan.entries), plain(plan))[1]
-    try:
-        with late(rank):
-            for number in range(6):
-                backward(region([net.first, net.second], x))
-                if rank.number == 0 and number % 2:
-                    net.float() if number == 1 else net.first.fp8_state.update_plans.clear()
-    finally:
-        amax_reduction._ReductionPlan._settle = plain
-    return len(looks), fp8_state(net)
+    settle = lambda plan: (looks.append(plan.entries), plain(plan))[1]  # noqa: E731
+    with patch.object(amax_reduction._ReductionPlan, "_settle", settle), late(rank):
+        for number in range(6):
+            backward(net.both(mine(rank)))
+            if rank.number == 0 and number % 2:
+                net.float() if number == 1 else net.first.fp8_state.update_plans.clear()
+    assert everyones(len(looks)) == [2] * rank.world and alike(fp8_state(net))
 
 
-def test_what_is_settled_is_not_waited_for(ranks: Ranks) -> None:
-    found = ranks.run(settled_elsewhere)
-    assert [looks for looks, _ in found] == [2] * ranks.world
-    assert all(not differences(state, found[0][1]) for _, state in found)
-
-
-def without_host_waits(rank: Rank) -> Any:
-    net, x = Net(rank), batch(rank.number, 0, rank.device)
+@by_ranks()
+def test_no_host_waits_for_a_gpu(rank: Rank) -> None:
+    """In a steady state (torch finds what synchronizes; on the CPU nothing does)."""
+    net = Net(rank)
     for _ in range(2):
-        backward(region([net.first, net.second], x))
+        backward(net.both(mine(rank)))
     if rank.device != "cuda":
-        return True
+        return
     tokens = [m.fp8_state.token for m in (net.first, net.second)]
     for direction in (scaling.FORWARD, scaling.BACKWARD):  # settled in this order (backward ran in the other)
         updates.update(tokens, direction)
@@ -494,9 +444,3 @@ def without_host_waits(rank: Rank) -> Any:
                 updates.update(tokens, direction)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return True
-
-
-def test_no_host_waits_for_a_gpu(ranks: Ranks) -> None:
-    """In a steady state (torch finds what synchronizes; on the CPU nothing does)."""
-    assert all(ranks.run(without_host_waits))

@@ -8,180 +8,174 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import ModuleList
+from torch.nn import ModuleList, Sequential
 
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from te_torch import exchange, updates
 from te_torch import state as scaling
+from te_torch import updates
 from te_torch.state import ScalingState
+from te_torch.training.graphs import device as seam
 from tests.backends import requires_gpus
-from tests.module_steps import differences, values
+from tests.fake_graphs import FakeDevice
+from tests.module_steps import fp8_state, values
 from tests.parallel.amax_steps import (
     RULE,
     RULES,
     STEPS,
+    backward,
     batch,
     counted,
-    error_of,
     forward,
-    fp8_state,
     gradient,
     half,
     halves,
     make,
-    step,
+    region,
     together,
     train,
-)
-from tests.parallel.ranks import Rank, Ranks
+)  # fmt: skip
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import alike, by_ranks, error_of, graphed, on_cpu, same, says
+
+#: How a module runs whose maxima are reduced.
+HOW = ("eager", "compiled", "graphed")
+
+
+def made(rank: Rank, how: str, group: Any = None, **rule: Any) -> Any:
+    module = make(rank)
+    if how == "compiled":
+        return torch.compile(module, backend="aot_eager")
+    if how == "eager":
+        return module
+    with counted() as calls:
+        sample = (batch(rank.number, 0, rank.device),)
+        call = graphed(module, rank, sample, DelayedScaling(**{**RULE, **rule}), amax_reduction_group=group)
+    assert calls == []  # a capture reduces nothing
+    return call
 
 
 def agree(found: list[dict[str, Any]], wanted: list[dict[str, torch.Tensor]], reductions: int) -> None:
     for got, state in zip(found, wanted, strict=True):
-        named = {name.replace("_orig_mod.", ""): t for name, t in got["state"].items()}
-        assert not differences(named, state)
+        assert same({name.replace("_orig_mod.", ""): t.cpu() for name, t in got["state"].items()}, state)
         assert got["reductions"] == reductions
 
 
-def everyone(ranks: Ranks) -> tuple[int, ...]:
-    return tuple(range(ranks.world))
+def everyone(rank: Rank) -> tuple[int, ...]:
+    return tuple(range(rank.world))
 
 
-def default_group(rank: Rank, rule: str) -> Any:
-    return train(make(rank, "Linear"), rank, **RULES[rule])
+def many(rank: Rank, count: int = 400) -> ModuleList:
+    """More states than a group's first buffer has room for."""
+    return ModuleList(te.Linear(16, 16, bias=False, device=rank.device) for _ in range(count))
 
 
-@pytest.mark.four_ranks(rule="max")
-@pytest.mark.parametrize("rule", RULES)
-def test_all_ranks(rule: str, ranks: Ranks) -> None:
-    """Without a group: over all, once forward and once backward; with reduce_amax=False each keeps its own."""
-    own, found = rule == "own rank", ranks.run(default_group, rule)
-    for number, of_rank in enumerate(found):
-        agree(of_rank, together((number,) if own else everyone(ranks), rule), 0 if own else 2)
-    scales = {r[-1]["state"]["fp8_state.scale_fwd"][0].item() for r in found}
-    assert (len(scales) == 1) == (not own)
+@pytest.mark.four_ranks(rule="max", how="eager")
+@pytest.mark.parametrize(
+    ("rule", "how"),
+    [*((rule, "eager") for rule in RULES), *((r, "graphed") for r in ("max", "most_recent", "own rank"))],
+)
+@by_ranks()
+def test_all_ranks(rank: Rank, rule: str, how: str) -> None:
+    """Without a group: over all, once forward and once backward; with reduce_amax=False each keeps its own. Replays are
+    reduced, in the region of the call, as eager steps are."""
+    own = rule == "own rank"
+    found = train(made(rank, how, **RULES[rule]), rank, **RULES[rule])
+    agree(found, together((rank.number,) if own else everyone(rank), rule), 0 if own else 2)
+    assert alike([step["state"]["fp8_state.scale_fwd"] for step in found]) == (not own)
 
 
-def subgroups(rank: Rank) -> Any:
-    return train(make(rank, "Linear"), rank, group=halves(rank))
+@pytest.mark.four_ranks(how="eager")
+@pytest.mark.four_ranks(how="graphed")
+@pytest.mark.parametrize(
+    ("how", "inside"),
+    [*((how, False) for how in (*HOW, "graphed for another")), pytest.param("compiled", True, marks=pytest.mark.full)],
+)
+@by_ranks()
+def test_subgroups(rank: Rank, how: str, inside: bool) -> None:
+    """Compiled code in an eager region is reduced as eager code is, from its first step on; a graph's group is that of
+    the region of the call, whatever the capture was given."""
+    group = halves(rank)
+    call = made(rank, how.partition(" ")[0], group if how == "graphed" else None)
+    agree(train(call, rank, group=group, inside=inside), together(half(rank)), 0 if rank.world == 2 else 2)
 
 
-@pytest.mark.four_ranks()
-def test_subgroups(ranks: Ranks) -> None:
-    for number, found in enumerate(ranks.run(subgroups)):
-        agree(found, together(half(number, ranks.world)), 0 if ranks.world == 2 else 2)
-
-
-def backward_inside(rank: Rank) -> Any:
-    return train(make(rank, "Linear"), rank, inside=True)
-
-
-def test_backward_inside_the_region(ranks: Ranks) -> None:
+@by_ranks()
+def test_backward_inside_the_region(rank: Rank) -> None:
     """The group is known before the region ends. (Gradient scales are updated first: it makes no difference here.)"""
-    for found in ranks.run(backward_inside):
-        agree(found, together(everyone(ranks)), 2)
+    agree(train(make(rank), rank, inside=True), together(everyone(rank)), 2)
 
 
-def many_modules(rank: Rank) -> Any:
+@by_ranks()
+def test_one_reduction_for_all_modules(rank: Rank) -> None:
+    """And every rank has the same scales after it, also where the others replay graphs."""
     between = torch.nn.Linear(64, 48, device=rank.device)
-    model = torch.nn.Sequential(make(rank, "LayerNormLinear"), between, make(rank, "LayerNormMLP", seed=1))
-    torch.nn.init.eye_(model[1].weight)
-    return train(model, rank)
-
-
-def test_one_reduction_for_all_modules(ranks: Ranks) -> None:
-    """And every rank has the same scales after it."""
-    steps = ranks.run(many_modules)
-    assert {step["reductions"] for found in steps for step in found} == {2}
-    for found in steps[1:]:
-        for mine, first in zip(found, steps[0], strict=True):
-            assert not differences(mine["state"], first["state"])
-    assert sum("scale_fwd" in name for name in steps[0][-1]["state"]) == 2
-
-
-def groups_of_two_modules(rank: Rank) -> Any:
-    """Two regions with different groups before one backward pass: each state is reduced over its own."""
-    first, second, recipe = make(rank, "Linear"), make(rank, "Linear", seed=1), DelayedScaling(**RULE)
-    part, found = halves(rank), []
-    for number in range(STEPS):
-        with counted() as calls:
-            ys = []
-            for module, group in ((first, part), (second, None)):
-                with te.autocast(recipe=recipe, amax_reduction_group=group):
-                    ys.append(module(batch(rank.number, number, rank.device)))
-            torch.autograd.backward(ys, [gradient(y, rank.number, number) for y in ys])
-        found.append({"first": fp8_state(first), "second": fp8_state(second), "reductions": len(calls)})
-    return found
+    model = Sequential(make(rank, "LayerNormLinear"), between, make(rank, "LayerNormMLP", seed=1))
+    torch.nn.init.eye_(between.weight)
+    mlp: Any = make(rank, "LayerNormMLP")
+    if rank.number == 0:
+        mlp = graphed(mlp, rank, (batch(0, 0, rank.device),), DelayedScaling(**RULE))
+    elif rank.device == "cpu":
+        seam.device = FakeDevice(mlp)  # lets go of another test's, as on rank 0: modules that live give others names
+    for module, states in ((model, 2), (mlp, 1)):
+        found = train(module, rank)
+        assert {step["reductions"] for step in found} == {2} and alike(found)
+        assert sum("scale_fwd" in name for name in found[-1]["state"]) == states
 
 
 @pytest.mark.four_ranks()
-def test_states_of_different_groups(ranks: Ranks) -> None:
-    world = ranks.world
-    for number, found in enumerate(ranks.run(groups_of_two_modules)):
-        wanted = zip(found, together(half(number, world)), together(everyone(ranks), seed=1), strict=True)
-        for got, first, second in wanted:
-            assert not differences(got["first"], first) and not differences(got["second"], second)
-            assert got["reductions"] == (2 if world == 2 else 4)
+@by_ranks()
+def test_states_of_different_groups(rank: Rank) -> None:
+    """Two regions with different groups before one backward pass: each state is reduced over its own."""
+    first, second, part = make(rank), make(rank, seed=1), halves(rank)
+    wanted = zip(together(half(rank)), together(everyone(rank), seed=1), strict=True)
+    for number, states in zip(range(STEPS), wanted, strict=True):
+        with counted() as calls:
+            x = batch(rank.number, number, rank.device)
+            ys = [forward(module, x, group) for module, group in ((first, part), (second, None))]
+            torch.autograd.backward(ys, [gradient(y, rank.number, number) for y in ys])
+        assert same(on_cpu([fp8_state(first), fp8_state(second)]), list(states))
+        assert len(calls) == (2 if rank.world == 2 else 4)
 
 
-def two_groups_at_once(rank: Rank) -> Any:
-    """One update of states of two groups, to which odd ranks come in another order."""
-    modules = ModuleList(make(rank, "Linear", seed) for seed in range(2))
+@by_ranks()
+def test_groups_have_one_order(rank: Rank) -> None:
+    """One update of states of two groups, to which odd ranks come in another order: else each would wait in the group
+    of the other."""
+    modules = ModuleList(make(rank, seed=seed) for seed in range(2))
     both = list(zip(modules, (None, dist.new_group(list(range(rank.world)))), strict=True))
     for number in range(2):
         x, ys = batch(rank.number, number, rank.device), []
         with te.autocast(recipe=DelayedScaling(**RULE)):
             for module, group in both[:: -1 if rank.number % 2 else 1]:
-                with te.autocast(recipe=DelayedScaling(**RULE), amax_reduction_group=group):
-                    ys.append(module(x).sum())
-        torch.autograd.backward(ys)
-    return fp8_state(modules)
+                ys.append(forward(module, x, group))
+        backward(ys)
+    assert alike(fp8_state(modules))
 
 
-def test_groups_have_one_order(ranks: Ranks) -> None:
-    """Whichever a rank came to first: else each rank would wait in the group of the other."""
-    found = ranks.run(two_groups_at_once)
-    assert all(not differences(state, found[0]) for state in found)
-
-
-def no_communication(rank: Rank) -> Any:
-    """A group of this rank alone; inference; a recipe without a history."""
+@by_ranks()
+def test_no_communication(rank: Rank) -> None:
+    """With a group of one rank, without gradients, and without a history."""
     alone = [dist.new_group([r]) for r in range(rank.world)][rank.number]
-    module, x = make(rank, "Linear"), batch(rank.number, 0, rank.device)
-    counts = [r["reductions"] for r in train(module, rank, group=alone)]
+    module, x = make(rank), batch(rank.number, 0, rank.device)
+    assert {step["reductions"] for step in train(module, rank, group=alone)} == {0}
     with counted() as calls:
         with torch.no_grad():
             forward(module, x)
         with te.autocast(recipe=Float8CurrentScaling()):
             module(x).sum().backward()
-    return [*counts, len(calls)]
+    assert not calls
 
 
-def test_no_communication(ranks: Ranks) -> None:
-    """With a group of one rank, without gradients, and without a history."""
-    assert all(set(found) == {0} for found in ranks.run(no_communication))
-
-
-def compiled(rank: Rank, inside: bool) -> Any:
-    return train(torch.compile(make(rank, "Linear"), backend="aot_eager"), rank, group=halves(rank), inside=inside)
-
-
-@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_compiled_modules(inside: bool, ranks: Ranks) -> None:
-    """Compiled code in an eager region is reduced as eager code is, from its first step on."""
-    for number, found in enumerate(ranks.run(compiled, inside)):
-        agree(found, together(half(number, ranks.world)), 0 if ranks.world == 2 else 2)
-
-
-def compiled_in_unequal_processes(rank: Rank) -> Any:
+@by_ranks("pair")
+def test_compiled_modules_are_reduced_in_one_order(rank: Rank) -> None:
     """States have numbers, which differ: a set of those that rank 1 has is not in the order of their making."""
     while ScalingState(1, 1, torch.device("cpu")).token % 32 != (30 if rank.number else 2):
         pass
@@ -190,151 +184,121 @@ def compiled_in_unequal_processes(rank: Rank) -> Any:
     te.prepare_state(model, DelayedScaling(**RULE))
     traced, x = [torch.compile(m, backend="aot_eager") for m in model], batch(rank.number, 0, rank.device)
     for _ in range(2):
-        with te.autocast(recipe=DelayedScaling(**RULE)):
-            ys = [m(x) for m in traced]
-        torch.autograd.backward([y.sum() for y in ys])
-    return [fp8_state(m)["fp8_state.scale_fwd"] for m in model]
+        backward(region(traced, x))
+    assert alike([fp8_state(m)["fp8_state.scale_fwd"] for m in model])
 
 
-def test_compiled_modules_are_reduced_in_one_order(pair: Ranks) -> None:
-    first, second = pair.run(compiled_in_unequal_processes)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+@by_ranks()
+def test_a_region_inside_compiled_code_is_refused(rank: Rank) -> None:
+    module, x = make(rank), batch(rank.number, 0, rank.device)
 
+    def compiled(rule: DelayedScaling) -> Any:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            with te.autocast(recipe=rule):
+                return module(x)  # type: ignore[no-any-return]
 
-def region_in_compiled_code(rank: Rank) -> Any:
-    module, recipe = make(rank, "Linear"), DelayedScaling(**RULE)
-    own, x = DelayedScaling(**RULE, reduce_amax=False), batch(rank.number, 0, rank.device)
+        return torch.compile(function, backend="aot_eager", fullgraph=True)(x)
 
-    def forward(x: torch.Tensor, rule: DelayedScaling) -> torch.Tensor:
-        with te.autocast(recipe=rule):
-            return module(x)
-
-    refused = error_of(lambda: torch.compile(lambda x: forward(x, recipe), backend="aot_eager", fullgraph=True)(x))
+    says(error_of(lambda: compiled(DelayedScaling(**RULE))), "reduce_amax")
     torch._dynamo.reset()
-    torch.compile(lambda x: forward(x, own), backend="aot_eager", fullgraph=True)(x)
-    return UnsupportedError.__name__ in refused or "reduce_amax" in refused
-
-
-def test_a_region_inside_compiled_code_is_refused(ranks: Ranks) -> None:
-    assert all(ranks.run(region_in_compiled_code))
+    compiled(DelayedScaling(**RULE, reduce_amax=False))
 
 
 # ------------------------------------------------------------------- what one rank does alone and may
 
-MOVES = ("moved", "assigned", "history", "plans", "evaluation", "saved")
+
+def moved(module: Any, rank: Rank) -> None:
+    module.double().float()
 
 
-def one_rank_moves(rank: Rank) -> dict[str, Any]:
-    """By what rank 0 does alone: the steps after it."""
-    return {how: after_a_move(rank, how) for how in ("nothing", *MOVES)}
+def assigned(module: Any, rank: Rank) -> None:
+    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
 
 
-def after_a_move(rank: Rank, how: str) -> Any:
-    """Rank 0 does something that gives its state new buffers, or forgets its plans; the other one does not."""
-    module = make(rank, "Linear")
-    train(module, rank, steps=2)
-    if rank.number == 0:
-        if how == "moved":
-            module.double().float()
-        elif how == "assigned":
-            module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
-        elif how == "history":
-            module.adjust_amax_history_length(9)
-            module.adjust_amax_history_length(4)
-        elif how == "plans":
-            module.fp8_state.update_plans.clear()
-        elif how == "evaluation":
-            with torch.no_grad():
-                forward(module, 1e6 * batch(0, 0, rank.device))
-            module.fp8_state.amax_history_fwd[0].zero_()  # what inference saw counts: not the subject here
-        elif how == "saved":
-            torch.save(module, io.BytesIO())
-            copy.deepcopy(module)
-    return train(module, rank)
+def history(module: Any, rank: Rank) -> None:
+    module.adjust_amax_history_length(9)
+    module.adjust_amax_history_length(4)
 
 
-def test_what_one_rank_does_alone(ranks: Ranks) -> None:
-    """Needs no other exchange: later steps are those of ranks that did nothing of the kind, and as many."""
-    for number, steps in enumerate(ranks.run(one_rank_moves)):
-        wanted = [step["state"] for step in steps["nothing"]]
-        assert [step["reductions"] for step in steps["nothing"]] == [2] * len(wanted)
-        others = {
-            (how, number): [step["reductions"] for step in steps[how]]
-            for how in MOVES
-            if any(s["reductions"] != 2 or differences(s["state"], w) for s, w in zip(steps[how], wanted, strict=True))
-        }
-        assert not others
+def plans(module: Any, rank: Rank) -> None:
+    module.fp8_state.update_plans.clear()
 
 
-def resumed(rank: Rank) -> Any:
-    """Rank 0 loads a checkpoint into a module that has not run; the others start anew."""
-    saved, module = make(rank, "Linear"), make(rank, "Linear")
+def evaluation(module: Any, rank: Rank) -> None:
+    with torch.no_grad():
+        forward(module, 1e6 * batch(0, 0, rank.device))
+    module.fp8_state.amax_history_fwd[0].zero_()  # what inference saw counts: not the subject here
+
+
+def saved(module: Any, rank: Rank) -> None:
+    torch.save(module, io.BytesIO())
+    copy.deepcopy(module)
+
+
+@by_ranks()
+def test_what_one_rank_does_alone(rank: Rank) -> None:
+    """Rank 0 does something that gives its state new buffers, or forgets its plans. It needs no other exchange: later
+    steps are those of ranks that did nothing of the kind, and as many."""
+    wanted: Any = None
+    for how in (None, moved, assigned, history, plans, evaluation, saved):
+        module = make(rank)
+        train(module, rank, steps=2)
+        if rank.number == 0 and how is not None:
+            how(module, rank)
+        found = on_cpu(train(module, rank))
+        wanted = found if how is None else wanted
+        assert same(found, wanted) and {step["reductions"] for step in found} == {2}, how
+
+
+@by_ranks()
+def test_a_checkpoint_on_some_ranks(rank: Rank) -> None:
+    """Rank 0 loads a checkpoint into a module that has not run; the others start anew. Histories that differ are no
+    error: scales are equal again when they have passed."""
+    saved, module = make(rank), make(rank)
     for _ in range(2):
-        step(saved, 100 * batch(0, 0, rank.device), reduce_amax=False)
+        backward([forward(saved, 100 * batch(0, 0, rank.device), reduce_amax=False)])
     if rank.number == 0:
         module.load_state_dict(saved.state_dict())
     train(module, rank, steps=1)
-    early = fp8_state(module)["fp8_state.scale_fwd"]
+    assert not alike(fp8_state(module)["fp8_state.scale_fwd"])
     train(module, rank)
-    return early, fp8_state(module)
+    assert alike(fp8_state(module))
 
 
-def test_a_checkpoint_on_some_ranks(ranks: Ranks) -> None:
-    """Histories that differ are no error: scales are equal again when they have passed."""
-    found = ranks.run(resumed)
-    assert not torch.equal(found[0][0], found[1][0])
-    assert all(not differences(state, found[0][1]) for _, state in found)
-
-
-def some_of_many(rank: Rank) -> Any:
-    """More sets of modules than plans are kept, in turn, and one that runs nowhere."""
-    modules = ModuleList(make(rank, "Linear", seed) for seed in range(6))
+@by_ranks()
+def test_many_sets_of_modules(rank: Rank) -> None:
+    """More sets of modules than plans are kept, in turn, and one that runs nowhere: one all-reduce of one size each,
+    also for what was run, forgotten and run again."""
+    modules = ModuleList(make(rank, seed=seed) for seed in range(6))
     x = batch(rank.number, 0, rank.device)
     sets = [[i, j] for i in range(5) for j in range(5) if i != j]
     with counted() as calls:
         for chosen in sets * 2:
-            with te.autocast(recipe=DelayedScaling(**RULE)):
-                ys = [modules[i](x) for i in chosen]
-            torch.autograd.backward([y.sum() for y in ys])
-    kept = max(len(m.fp8_state.update_plans) for m in modules[:5])
-    return len(calls) - 4 * len(sets), set(calls), kept, [fp8_state(m) for m in modules[:5]], modules[5].fp8_state
+            backward(region([modules[i] for i in chosen], x))
+    assert len(calls) == 4 * len(sets) and len(set(calls)) == 1 and modules[5].fp8_state is None
+    assert max(len(m.fp8_state.update_plans) for m in modules[:5]) <= 18
+    assert alike([fp8_state(m) for m in modules[:5]])
 
 
-def test_many_sets_of_modules(ranks: Ranks) -> None:
-    """One all-reduce of one size each, also for what was run, forgotten and run again."""
-    found = ranks.run(some_of_many)
-    for more, sizes, kept, states, never in found:
-        assert (more, len(sizes), never) == (0, 1, None) and kept <= 18
-        assert all(not differences(a, b) for a, b in zip(states, found[0][3], strict=True))
-
-
-def more_than_fit(rank: Rank) -> Any:
+@by_ranks()
+def test_more_states_than_fit(rank: Rank) -> None:
     """Large models lengthen the group's buffers; small ones then use the long ones."""
-    small = make(rank, "Linear")
-    large = ModuleList(te.Linear(16, 16, bias=False, device=rank.device) for _ in range(400))
+    small, large = make(rank), many(rank)
     x = values(16, 16, device=rank.device, seed=rank.number) * (1 + rank.number)
     with counted() as calls:
-        step(small, batch(rank.number, 0, rank.device))
+        backward([forward(small, batch(rank.number, 0, rank.device))])
         for _ in range(2):
-            with te.autocast(recipe=DelayedScaling(**RULE)):
-                ys = [m(x) for m in large]
-            torch.autograd.backward([y.sum() for y in ys])
-        step(small, batch(rank.number, 1, rank.device))
-    return calls, torch.stack([m.fp8_state.scale_fwd.cpu() for m in large])
+            backward(region(large, x))
+        backward([forward(small, batch(rank.number, 1, rank.device))])
+    assert calls == [1024] * 3 + [2048] * 6  # only the first region needed a second exchange
+    scales = torch.stack([m.fp8_state.scale_fwd for m in large])
+    assert alike(scales) and scales.max() > 1
 
 
-def test_more_states_than_fit(ranks: Ranks) -> None:
-    found = ranks.run(more_than_fit)
-    for calls, scales in found:
-        assert calls == [1024] * 3 + [2048] * 6  # only the first region needed a second exchange
-        assert torch.equal(scales, found[0][1]) and scales.max() > 1
-
-
-def new_groups(rank: Rank) -> Any:
-    """Groups destroyed and made again, at times at the address of an old one."""
-    sizes, module = [], make(rank, "Linear")
-    large = ModuleList(te.Linear(16, 16, bias=False, device=rank.device) for _ in range(400))
-    x = values(16, 16, device=rank.device)
+@by_ranks()
+def test_groups_made_again(rank: Rank) -> None:
+    """At times at the address of an old one, whose agreements end with it."""
+    module, large, x = make(rank), many(rank), values(16, 16, device=rank.device)
     for turn in range(4):
         group = dist.new_group(list(range(rank.world)))
         with counted() as calls, te.autocast(recipe=DelayedScaling(**RULE), amax_reduction_group=group):
@@ -342,69 +306,52 @@ def new_groups(rank: Rank) -> Any:
             if turn % 2 == 0:
                 ys = [m(x) for m in large]
                 del ys
-        sizes.append(calls)
-        module.fp8_state.group = None
-        for m in large:
+        assert calls == ([1024] if turn % 2 else [1024, 2048])
+        for m in (module, *large):
             if m.fp8_state is not None:
                 m.fp8_state.group = None
         if rank.number == 0:
             module.fp8_state.update_plans.clear()
         dist.destroy_process_group(group)
-    return sizes, len(exchange._of_groups)
 
 
-def test_groups_made_again(ranks: Ranks) -> None:
-    """What was agreed on in a group ends with it."""
-    for sizes, _ in ranks.run(new_groups):
-        assert sizes == [[1024, 2048], [1024]] * 2
-
-
-def one_group_after_another(rank: Rank) -> int:
-    module = make(rank, "Linear")
+@by_ranks("pair")
+def test_plans_of_old_groups_are_forgotten(rank: Rank) -> None:
+    module = make(rank)
     for turn in range(20):
         group = dist.new_group(list(range(rank.world)))
-        forward(module, batch(rank.number, turn, rank.device), group=group)
+        forward(module, batch(rank.number, turn, rank.device), group)
         dist.destroy_process_group(group)
-    return len(module.fp8_state.update_plans)
+    assert len(module.fp8_state.update_plans) <= 18
 
 
-def test_plans_of_old_groups_are_forgotten(pair: Ranks) -> None:
-    assert all(kept <= 18 for kept in pair.run(one_group_after_another))
-
-
-def default_group_again(rank: Rank, store: str) -> Any:
-    module = make(rank, "Linear")
+@by_ranks()
+def test_the_default_group_made_again(rank: Rank, tmp_path: Path) -> None:
+    module = make(rank)
     train(module, rank, steps=1)
     dist.barrier()
     dist.destroy_process_group()
     found = train(module, rank, steps=1)
     backend = "nccl" if rank.device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank.number, world_size=rank.world)
-    return [r["reductions"] for r in (*found, *train(module, rank, steps=2))], fp8_state(module)
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=rank.number, world_size=rank.world)
+    assert [step["reductions"] for step in (*found, *train(module, rank, steps=2))] == [0, 2, 2]
 
 
-def test_the_default_group_made_again(ranks: Ranks, tmp_path: Any) -> None:
-    found = ranks.run(default_group_again, str(tmp_path / "store"))
-    assert [counts for counts, _ in found] == [[0, 2, 2]] * ranks.world
-
-
-def calibrated_in_inference(rank: Rank) -> Any:
-    module, x = make(rank, "Linear"), batch(rank.number, 0, rank.device)
+@by_ranks()
+def test_calibration_in_inference_mode(rank: Rank) -> None:
+    """Its reduction leaves no buffer behind that could not be used outside of it."""
+    module, x = make(rank), batch(rank.number, 0, rank.device)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode(), te.autocast(enabled=False, calibrating=True, recipe=DelayedScaling(**RULE)):
             module(x)
-    return train(module, rank)
+    assert alike(train(module, rank)[-1]["state"])
 
 
-def test_calibration_in_inference_mode(ranks: Ranks) -> None:
-    """Its reduction leaves no buffer behind that could not be used outside of it."""
-    found = ranks.run(calibrated_in_inference)
-    assert all(not differences(r[-1]["state"], found[0][-1]["state"]) for r in found)
-
-
-def captured(rank: Rank) -> Any:
+@requires_gpus(2, ranks=True)
+@by_ranks("gpus")
+def test_an_update_in_a_graph(rank: Rank) -> None:
     """An update inside a CUDA graph, of a module that has run before; one of a module that has not."""
-    fresh, module = make(rank, "Linear", seed=1), make(rank, "Linear")
+    fresh, module = make(rank, seed=1), make(rank)
     te.prepare_state(fresh, DelayedScaling(**RULE))
     train(module, rank, steps=2)
 
@@ -416,6 +363,7 @@ def captured(rank: Rank) -> Any:
         return graph
 
     refused = error_of(lambda: capture(fresh.fp8_state), UnsupportedError)
+    says(refused, "whose first reduction is inside a CUDA graph's capture")
     state = module.fp8_state
     graph = capture(state)
     state.update_plans.clear()  # the graph goes on with the buffers that it was captured with
@@ -423,12 +371,5 @@ def captured(rank: Rank) -> Any:
     state.amax_history_fwd[0].fill_(1.0 + rank.number)
     graph.replay()
     torch.cuda.synchronize()
-    return refused, state.amax_history_fwd.cpu(), fp8_state(module)
-
-
-@requires_gpus(2, ranks=True)
-def test_an_update_in_a_graph(ranks_of: Callable[[int, str], Ranks]) -> None:
-    found = ranks_of(2, "cuda").run(captured)
-    for refused, history, state in found:
-        assert "whose first reduction is inside a CUDA graph's capture" in refused
-        assert (history == 2).any() and not (history == 1).any() and not differences(state, found[0][2])
+    history = state.amax_history_fwd
+    assert (history == 2).any() and not (history == 1).any() and alike(fp8_state(module))

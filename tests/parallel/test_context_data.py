@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import te_torch as te
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import by_ranks
 from tests.reference.context import of_rank, places_of_rank
 
 
@@ -19,7 +20,8 @@ def drawn(*shape: int, seed: int, device: Any) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def there_and_back(rank: Rank) -> None:
+@by_ranks()
+def test_there_and_back(rank: Rank) -> None:
     """This rank's part is right, and all parts make the whole again; of numbers, bytes, truth values and FP8, too."""
     group, world = dist.group.WORLD, rank.world
     sums = torch.tensor([0, 2 * world, 2 * world, 8 * world], device=rank.device)
@@ -40,42 +42,30 @@ def there_and_back(rank: Rank) -> None:
             assert again.dtype is want.dtype and torch.equal(again, want)
 
 
-def test_there_and_back(ranks: Ranks) -> None:
-    ranks.run(there_and_back)
-
-
-def gradients(rank: Rank, packed: bool) -> dict[str, torch.Tensor]:
-    """Of a loss that each rank computes of its part, and of one of the whole, each with weights of its own."""
+@pytest.mark.parametrize("packed", [False, True])
+@by_ranks()
+def test_gradients(rank: Rank, packed: bool) -> None:
+    """A part gives its own gradient, zeros elsewhere; a whole gives the sum over all ranks' losses."""
     group, world = dist.group.WORLD, rank.world
-    sums = torch.tensor([0, 2 * world, 6 * world], device=rank.device) if packed else None
+    ends = [0, 2 * world, 6 * world]
+    sums = torch.tensor(ends, device=rank.device) if packed else None
     x = drawn(6 * world, 2, seed=0, device=rank.device).requires_grad_()
     part = te.context_part(x, group, 0, sums)
     leaf = part.detach().requires_grad_()
     whole = te.context_whole(leaf, group, 0, sums)
     (whole * drawn(6 * world, 2, seed=10 + rank.number, device=rank.device)).sum().backward()
     (part * drawn(6, 2, seed=20 + rank.number, device=rank.device)).sum().backward()
-    assert x.grad is not None and leaf.grad is not None
-    return {"of the part": x.grad.cpu(), "of the whole": leaf.grad.cpu()}
+    own = places_of_rank(ends, world, rank.number) if packed else of_rank(6 * world, world, rank.number)
+    want = torch.zeros(6 * world, 2)
+    want[own] = drawn(6, 2, seed=20 + rank.number, device="cpu")
+    summed = torch.stack([drawn(6 * world, 2, seed=10 + r, device="cpu") for r in range(world)]).sum(0)
+    assert x.grad is not None and torch.equal(x.grad.cpu(), want) and leaf.grad is not None
+    torch.testing.assert_close(leaf.grad.cpu(), summed[own])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_gradients(ranks: Ranks, packed: bool) -> None:
-    """A part gives its own gradient, zeros elsewhere; a whole gives the sum over all ranks' losses."""
-    world = ranks.world
-    found = ranks.run(gradients, packed)
-    places = [
-        places_of_rank([0, 2 * world, 6 * world], world, r) if packed else of_rank(6 * world, world, r)
-        for r in range(world)
-    ]
-    summed = sum(drawn(6 * world, 2, seed=10 + r, device="cpu") for r in range(world))
-    for rank, got in enumerate(found):
-        want = torch.zeros(6 * world, 2)
-        want[places[rank]] = drawn(6, 2, seed=20 + rank, device="cpu")
-        assert torch.equal(got["of the part"], want)
-        torch.testing.assert_close(got["of the whole"], summed[places[rank]])  # type: ignore[index]
-
-
-def in_two_groups(rank: Rank) -> None:
+@pytest.mark.more
+@by_ranks("gloo_four")
+def test_in_two_groups(rank: Rank) -> None:
     """[a2a, p2p]: the rank is p2p rank * a2a size + a2a rank, as in attention."""
     inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank.number // 2]
     outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank.number % 2]
@@ -95,12 +85,8 @@ def in_two_groups(rank: Rank) -> None:
     assert got is not None and got.tolist() == places_of_rank([0, 8, 16], 4, rank.number)
 
 
-@pytest.mark.more
-def test_in_two_groups(ranks_of: Any) -> None:
-    ranks_of(4, "cpu").run(in_two_groups)
-
-
-def refused(rank: Rank) -> None:
+@by_ranks("pair")
+def test_refusals(rank: Rank) -> None:
     x, group = torch.zeros(6, 2), dist.group.WORLD
     alone = [dist.new_group([0]), dist.new_group([1])]
     for call, said in (
@@ -113,7 +99,3 @@ def refused(rank: Rank) -> None:
         with pytest.raises(ValueError, match=said):
             call()
     assert te.context_part(x, alone[rank.number], 0) is x
-
-
-def test_refusals(pair: Ranks) -> None:
-    pair.run(refused)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_core.tape import taped
 from te_core.tools.context_table import FEATURES, asked
 from tests.parallel.ranks import Rank, Ranks
-from tests.parallel.test_graphed_spread import graphed
+from tests.parallel.steps import alike, by_ranks, error_of, graphed, same, says
 from tests.recipes import region
 
 MODES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -62,79 +63,75 @@ def apart(found: Sequence[Any], wanted: Sequence[Any]) -> float:
 
 def attention(**options: Any) -> Any:
     """An attention with random offsets, if it has any."""
-    module = te.DotProductAttention(HEADS, WIDTH, GROUPS, **options)
+    module = te.DotProductAttention(HEADS, WIDTH, **{"num_gqa_groups": GROUPS, **options})
     if module.softmax_type == "learnable":
         with torch.no_grad():
             module.softmax_offset.copy_(torch.linspace(-2, 4, HEADS))
     return module
 
 
-def dense(rank: Rank, mode: str, form: str, times: int, options: dict[str, Any], stream: Any = None) -> float:
-    """How far a rank's output and gradients are from those of whole sequences; `times` are calls of one module."""
+def pair_of(rank: Rank, mode: str, ranks: Any = None, stream: Any = None, **options: Any) -> tuple[Any, Any]:
+    """An attention of whole sequences, and one of parts of them."""
+    one, spread = (attention(**options) for _ in range(2))
+    spread.set_context_parallel_group(groups_of(rank, mode), ranks, stream, mode)
+    return one, spread
+
+
+def dense(rank: Rank, mode: str, form: str, times: int, stream: Any = None) -> None:
+    """A rank's output and gradients are those of whole sequences; `times` are calls of one module."""
     torch.manual_seed(0)
     tokens, dim = 2 * CHUNK * rank.world, form.index("s")
     lead = (BATCH, tokens) if form == "bshd" else (tokens, BATCH)
     whole = [drawn(rank, *lead, n, WIDTH).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
     dy = drawn(rank, *lead, HEADS * WIDTH)
-    one, spread = (attention(qkv_format=form, **options) for _ in range(2))
-    spread.set_context_parallel_group(groups_of(rank, mode), range(rank.world), stream, mode)
-    one(*whole).backward(dy)
-    wanted = [part(t.grad, rank, dim) for t in whole]
-    expected = part(one(*whole).detach(), rank, dim)
-    far = 0.0
+    one, spread = pair_of(rank, mode, range(rank.world), stream, qkv_format=form, attn_mask_type="causal")
+    expected = one(*whole)
+    expected.backward(dy)
+    wanted = [part(t, rank, dim) for t in (expected.detach(), *[t.grad for t in whole])]
     for _ in range(times):
         own = [part(t.detach(), rank, dim).requires_grad_() for t in whole]
-        spread.zero_grad()
         out = spread(*own)
         out.backward(part(dy, rank, dim))
-        far = max(far, apart((out, *[t.grad for t in own]), (expected, *wanted)))
-        if spread.softmax_type == "learnable":
-            summed = spread.softmax_offset.grad.clone()
-            dist.all_reduce(summed)
-            far = max(far, apart([summed], [one.softmax_offset.grad]))
-    return far
+        assert apart((out, *[t.grad for t in own]), wanted) < NEAR[rank.device]
 
 
-#: What each mode takes besides: masks, windows, sinks.
-KINDS: dict[str, dict[str, Any]] = {
-    "causal": {"attn_mask_type": "causal"},
-    "full": {"attn_mask_type": "no_mask"},
-    "window": {"attn_mask_type": "causal", "window_size": (11, 0)},
-    "sink": {"attn_mask_type": "causal", "softmax_type": "learnable"},
-    "off by one": {"attn_mask_type": "no_mask", "softmax_type": "off-by-one"},
-}
+in_each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", MODES)
+def skip_two_ranks(rank: Rank, mode: str) -> bool:
+    """a2a+p2p takes two groups of two ranks."""
+    return mode == "a2a+p2p" and rank.world < 4
+
+
+@in_each_mode
 @pytest.mark.four_ranks(mode="p2p")
 @pytest.mark.four_ranks(mode="a2a+p2p")
-def test_dense_sequences(ranks: Ranks, mode: str, kind: str) -> None:
-    if mode == "a2a+p2p" and ranks.world < 4:
-        pytest.skip("a2a+p2p takes two groups of two ranks")
-    if kind == "window" and mode in ("p2p", "a2a+p2p"):
-        pytest.skip("a window goes with all_gather and a2a")
-    for form in ("sbhd", "bshd"):
-        assert max(ranks.run(dense, mode, form, 2, KINDS[kind])) < NEAR[ranks.device]
+@by_ranks()
+def test_dense_sequences(rank: Rank, mode: str) -> None:
+    """In both forms, and replayed. (Masks, windows, sinks: test_the_table_of_the_docs.)"""
+    for form in ("sbhd", "bshd") if not skip_two_ranks(rank, mode) else ():
+        dense(rank, mode, form, 2)
 
 
-def by_turns(rank: Rank) -> float:
+@by_ranks()
+def test_steps_on_two_streams(rank: Rank) -> None:
     """The same where neighbouring steps of a ring have two streams, of which the caller's is one."""
-    chosen, ring.two_streams = ring.two_streams, lambda *_: True
-    try:
-        own = SimpleNamespace(cuda_stream=rank.number + 1)  # on a CPU nobody looks there
-        stream = torch.cuda.Stream() if rank.device == "cuda" else own
-        return max(dense(rank, "p2p", form, 4, KINDS["causal"], stream) for form in ("sbhd", "bshd"))
-    finally:
-        ring.two_streams = chosen
+    own = SimpleNamespace(cuda_stream=rank.number + 1)  # on a CPU nobody looks there
+    stream = torch.cuda.Stream() if rank.device == "cuda" else own
+    with patch.object(ring, "two_streams", lambda *_: True):
+        for form in ("sbhd", "bshd"):
+            dense(rank, "p2p", form, 4, stream)
 
 
-def test_steps_on_two_streams(ranks: Ranks) -> None:
-    assert max(ranks.run(by_turns)) < NEAR[ranks.device]
-
-
-def packed(rank: Rank, mode: str, mask: str) -> float:
+@pytest.mark.parametrize("mask", ["padding", "padding_causal"])
+@in_each_mode
+@pytest.mark.four_ranks(mode="p2p")
+@pytest.mark.four_ranks(mode="a2a+p2p")
+@by_ranks()
+def test_packed_sequences(rank: Rank, mode: str, mask: str) -> None:
     """The same of packed sequences, some of whose slots are not full; NaN stands in padding on the CPU."""
+    if skip_two_ranks(rank, mode):
+        return
     torch.manual_seed(0)
     size = 2 * rank.world
     lengths, slots = [3 * size - 1, 0, 1, 2 * size], [3 * size, size, size, 2 * size]
@@ -148,35 +145,28 @@ def packed(rank: Rank, mode: str, mask: str) -> float:
     cu, cu_padded = (torch.tensor(n, dtype=torch.int32, device=rank.device) for n in (sums, padded))
     where = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "cu_seqlens_q_padded": cu_padded}
     where |= {"cu_seqlens_kv_padded": cu_padded, "max_seqlen_q": max(slots), "max_seqlen_kv": max(slots)}
-    one, spread = (attention(qkv_format="thd", attn_mask_type=mask) for _ in range(2))
-    spread.set_context_parallel_group(groups_of(rank, mode), None, None, mode)
+    one, spread = pair_of(rank, mode, qkv_format="thd", attn_mask_type=mask)
     expected = one(*whole, **where)
     expected.backward(dy)
-    found: list[float] = []
+    wanted = [packed_part(t, rank, padded) for t in (expected.detach(), *[t.grad for t in whole])]
     for _ in range(2):
         own = [packed_part(t.detach(), rank, padded).requires_grad_() for t in whole]
         out = spread(*own, **where)
         out.backward(packed_part(dy, rank, padded))
-        wanted = [packed_part(t, rank, padded) for t in (expected.detach(), *[t.grad for t in whole])]
-        found.append(apart((out, *[t.grad for t in own]), wanted))
-    return max(found)
-
-
-@pytest.mark.parametrize("mask", ["padding", "padding_causal"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.four_ranks(mode="p2p")
-@pytest.mark.four_ranks(mode="a2a+p2p")
-def test_packed_sequences(ranks: Ranks, mode: str, mask: str) -> None:
-    if mode == "a2a+p2p" and ranks.world < 4:
-        pytest.skip("a2a+p2p takes two groups of two ranks")
-    assert max(ranks.run(packed, mode, mask)) < NEAR[ranks.device]
+        assert apart((out, *[t.grad for t in own]), wanted) < NEAR[rank.device]
 
 
 # ------------------------------------------------------------------------------------------------ a whole layer
 
 
-def layer(rank: Rank, mode: str, recipe: str | None) -> tuple[float, list[Any]]:
-    """A TransformerLayer with rotary embeddings: how far it is from the whole one; whether its calls are replayed."""
+@in_each_mode
+@pytest.mark.four_ranks(mode="a2a+p2p")
+@by_ranks()
+def test_a_layer(rank: Rank, mode: str) -> None:
+    """With rotary embeddings: positions, heads and gradients of weights; from the third call on nothing
+    is interpreted."""
+    if skip_two_ranks(rank, mode):
+        return
     torch.manual_seed(0)
     tokens, hidden = 2 * CHUNK * rank.world, HEADS * WIDTH
     dtype = torch.float32 if rank.device == "cpu" else torch.bfloat16
@@ -192,34 +182,23 @@ def layer(rank: Rank, mode: str, recipe: str | None) -> tuple[float, list[Any]]:
     for _ in range(3):
         x.grad = own.grad = None
         one.zero_grad(), spread.zero_grad()
-        with region(recipe):
-            y, found = one(x, rotary_pos_emb=angles), spread(own, rotary_pos_emb=angles)
+        y, found = one(x, rotary_pos_emb=angles), spread(own, rotary_pos_emb=angles)
         y.backward(dy)
         found.backward(part(dy, rank, 0))
     grads = [p.grad.float() for p in spread.parameters()]
     for g in grads:
         dist.all_reduce(g)
     wanted = [part(y, rank, 0), part(x.grad, rank, 0), *[p.grad for p in one.parameters()]]
-    far = apart((found, own.grad, *grads), wanted)
+    assert apart((found, own.grad, *grads), wanted) < 20 * NEAR[rank.device]
     before = taped.COUNTS.interpreted.total()
-    with region(recipe):
-        spread(own, rotary_pos_emb=angles).backward(part(dy, rank, 0))
-    return far, [taped.COUNTS.interpreted.total() - before]
+    spread(own, rotary_pos_emb=angles).backward(part(dy, rank, 0))
+    assert taped.COUNTS.interpreted.total() == before
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.four_ranks(mode="a2a+p2p")
-def test_a_layer(ranks: Ranks, mode: str) -> None:
-    """Positions, heads and gradients of weights; from the third call on nothing is interpreted."""
-    if mode == "a2a+p2p" and ranks.world < 4:
-        pytest.skip("a2a+p2p takes two groups of two ranks")
-    for far, interpreted in ranks.run(layer, mode, None):
-        assert far < 20 * NEAR[ranks.device]
-        assert interpreted == [0]
-
-
-def captured(rank: Rank, mode: str, recipe: str | None) -> list[str]:
-    """What differs between steps of a layer's graph and eager ones."""
+@pytest.mark.parametrize(("mode", "recipe"), [("p2p", None), ("p2p", "delayed"), ("all_gather", None), ("a2a", None)])
+@by_ranks("two")
+def test_a_captured_layer(rank: Rank, mode: str, recipe: str | None) -> None:
+    """Transfers are part of the graph, and its steps have the bits of eager ones."""
     torch.manual_seed(0)
     tokens, hidden = 2 * CHUNK, HEADS * WIDTH
     options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
@@ -234,7 +213,6 @@ def captured(rank: Rank, mode: str, recipe: str | None) -> list[str]:
     layer.load_state_dict(eager.state_dict())
     call = graphed(layer, rank, (sample,), recipe)
     eager.load_state_dict(layer.state_dict())
-    found = []
     for x in inputs:
         results = []
         for module, run in ((eager, eager), (layer, call)):
@@ -244,23 +222,19 @@ def captured(rank: Rank, mode: str, recipe: str | None) -> list[str]:
                 y = run(own)
             y.backward(torch.ones_like(y))
             results.append((y.detach(), own.grad, *[p.grad for p in module.parameters()]))
-        found += [f"result {i}" for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
+        assert same(*results)
     call.reset()  # NCCL would wait for the graph as the group ends
-    return found
 
 
-@pytest.mark.parametrize(("mode", "recipe"), [("p2p", None), ("p2p", "delayed"), ("all_gather", None), ("a2a", None)])
-def test_a_captured_layer(two: Ranks, mode: str, recipe: str | None) -> None:
-    """Transfers are part of the graph, and its steps have the bits of eager ones."""
-    assert two.run(captured, mode, recipe) == [[], []]
-
-
-def low(rank: Rank, mode: str, name: str) -> list[float]:
-    """Attention in FP8 beside that of whole sequences: differences as shares of root mean squares; equal scales."""
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling])
+@pytest.mark.parametrize("mode", ["p2p", "all_gather", "a2a"])
+@by_ranks("two")
+def test_low_precision(rank: Rank, mode: str, recipe: type) -> None:
+    """Attention in FP8 beside that of whole sequences: within what FP8 itself rounds, and under the same scales."""
+    if rank.device == "cuda" and recipe is Float8CurrentScaling:
+        return  # cuDNN has it on Blackwell alone
     torch.manual_seed(0)
     tokens, width = 4 * CHUNK * rank.world, 128 if rank.device == "cuda" else WIDTH
-    make = {"delayed": DelayedScaling, "current": Float8CurrentScaling}[name]
-    recipe = make(fp8_dpa=True)
     whole = [drawn(rank, tokens, BATCH, n, width).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
     dy = drawn(rank, tokens, BATCH, HEADS * width)
     one, spread = (te.DotProductAttention(HEADS, width, GROUPS, attn_mask_type="causal") for _ in range(2))
@@ -269,83 +243,52 @@ def low(rank: Rank, mode: str, name: str) -> list[float]:
     for _ in range(4):
         for t in (*whole, *own):
             t.grad = None
-        with te.autocast(recipe=recipe):
+        with te.autocast(recipe=recipe(fp8_dpa=True)):
             expected = one(*whole)
         expected.backward(dy)
-        with te.autocast(recipe=recipe):
+        with te.autocast(recipe=recipe(fp8_dpa=True)):
             found = spread(*own)
         found.backward(part(dy, rank, 0))
     pairs = zip((found, *[t.grad for t in own]), (expected, *[t.grad for t in whole]), strict=True)
     far = [((a.float() - part(b, rank, 0).float()).norm() / part(b, rank, 0).float().norm()).item() for a, b in pairs]
-    state = torch.cat([t.flatten() for t in (spread.fp8_state.scale_fwd, spread.fp8_state.scale_bwd)])
-    least, most = state.clone(), state.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN), dist.all_reduce(most, dist.ReduceOp.MAX)
-    assert torch.equal(least, most), "ranks have other scales"
-    return far
+    assert alike((spread.fp8_state.scale_fwd, spread.fp8_state.scale_bwd)) and max(far) < 0.12, far
 
 
-@pytest.mark.parametrize("mode", ["p2p", "all_gather", "a2a"])
-def test_low_precision(two: Ranks, mode: str) -> None:
-    """Within what FP8 itself rounds, and under the same scales on all ranks."""
-    for far in two.run(low, mode, "delayed"):
-        assert max(far) < 0.12, far
-
-
-@pytest.mark.parametrize("mode", ["p2p", "all_gather", "a2a"])
-def test_current_scaling(pair: Ranks, mode: str) -> None:
-    """The same of a recipe that cuDNN has on Blackwell alone."""
-    for far in pair.run(low, mode, "current"):
-        assert max(far) < 0.12, far
-
-
-def without_reduction(rank: Rank) -> str:
+@by_ranks("pair")
+def test_scales_of_one_rank_are_refused(rank: Rank) -> None:
     q, k = drawn(rank, 4, BATCH, HEADS, WIDTH), drawn(rank, 4, BATCH, GROUPS, WIDTH)
     module = attention(cp_group=dist.group.WORLD)
-    try:
-        with te.autocast(recipe=DelayedScaling(fp8_dpa=True, reduce_amax=False)):
-            module(q, k, k)
-    except ArgumentError as error:
-        return str(error)
-    return ""
-
-
-def test_scales_of_one_rank_are_refused(pair: Ranks) -> None:
-    for said in pair.run(without_reduction):
-        assert "reduce_amax=True" in said and "leave reduce_amax out" in said
+    with te.autocast(recipe=DelayedScaling(fp8_dpa=True, reduce_amax=False)):
+        said = error_of(lambda: module(q, k, k), ArgumentError)
+    says(said, "reduce_amax=True", "leave reduce_amax out")
 
 
 # ------------------------------------------------------------------------------------------------ other options
 
 
-def other_options(rank: Rank) -> dict[str, float]:
+@by_ranks("two")
+def test_other_options(rank: Rank) -> None:
     """The largest logits; the attention computed again in backward, by us and by a checkpoint; grouped by compilers."""
     torch.manual_seed(0)
     tokens = 2 * CHUNK * rank.world
     whole = [drawn(rank, tokens, BATCH, n, WIDTH).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
     dy = drawn(rank, tokens, BATCH, HEADS * WIDTH)
-    one, spread = (attention(attn_mask_type="causal", return_max_logit=True) for _ in range(2))
-    spread.set_context_parallel_group(dist.group.WORLD)
+    one, spread = pair_of(rank, "p2p", attn_mask_type="causal", return_max_logit=True)
     plain = attention(attn_mask_type="causal", cp_group=dist.group.WORLD)
     expected, logits = one(*whole)
     expected.backward(dy)
     wanted = [part(t, rank, 0) for t in (expected.detach(), *[t.grad for t in whole])]
 
-    def stepped(call: Any) -> float:
+    assert apart([spread(*[part(t.detach(), rank, 0) for t in whole])[1]], [logits]) < NEAR[rank.device]
+    for call in (
+        lambda *qkv: plain(*qkv, checkpoint_core_attention=True),
+        lambda *qkv: te.checkpoint(plain, *qkv, use_reentrant=False),
+        torch.compile(plain, backend="eager"),
+    ):
         own = [part(t.detach(), rank, 0).requires_grad_() for t in whole]
         out = call(*own)
         out.backward(part(dy, rank, 0))
-        return apart((out, *[t.grad for t in own]), wanted)
-
-    found = {"logits": apart([spread(*[part(t.detach(), rank, 0) for t in whole])[1]], [logits])}
-    found["again"] = stepped(lambda *qkv: plain(*qkv, checkpoint_core_attention=True))
-    found["checkpoint"] = stepped(lambda *qkv: te.checkpoint(plain, *qkv, use_reentrant=False))
-    found["compiled"] = stepped(torch.compile(plain, backend="eager"))
-    return found
-
-
-def test_other_options(two: Ranks) -> None:
-    for found in two.run(other_options):
-        assert max(found.values()) < NEAR[two.device], found
+        assert apart((out, *[t.grad for t in own]), wanted) < NEAR[rank.device]
 
 
 def dropped(rank: Rank, mode: str) -> tuple[list[Any], bool]:
@@ -383,20 +326,21 @@ def test_dropout(gloo_ranks: Ranks, mode: str) -> None:
     assert len(rows.unique(dim=0)) == len(rows)
 
 
-def explained(rank: Rank) -> str:
-    tensors = [drawn(rank, 8, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
-    return str(attention(cp_group=dist.group.WORLD).explain(*tensors))
-
-
-def test_explain_says_the_schedule(pair: Ranks) -> None:
-    for text in pair.run(explained):
-        assert "chosen: FusedAttention" in text and "context parallelism needs statistics" in text
-        assert re.search(
-            r"p2p over 2 ranks, rank \d.*step 1: keys of rank \d.*send_recv of k and v: 16384 bytes", text, re.S
+@by_ranks("pair")
+def test_explain_says_the_schedule(rank: Rank) -> None:
+    text = str(
+        attention(cp_group=dist.group.WORLD).explain(
+            *[drawn(rank, 8, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
         )
+    )
+    says(text, "chosen: FusedAttention", "context parallelism needs statistics")
+    ring = r"p2p over 2 ranks, rank \d.*step 1: keys of rank \d.*send_recv of k and v: 16384 bytes"
+    assert re.search(ring, text, re.S)
 
 
-def both_ways(rank: Rank) -> float:
+@pytest.mark.four_ranks
+@by_ranks("four")
+def test_with_tensor_parallelism(rank: Rank) -> None:
     """Tensor parallelism of neighbours, context parallelism across."""
     torch.manual_seed(0)
     tensor = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)][rank.number // 2]
@@ -416,103 +360,56 @@ def both_ways(rank: Rank) -> float:
     own = part(x.detach(), where, 0).requires_grad_()
     y, found = one(x), spread(own)
     y.backward(dy), found.backward(part(dy, where, 0))
-    return apart((found, own.grad), (part(y, where, 0), part(x.grad, where, 0)))
-
-
-@pytest.mark.four_ranks
-def test_with_tensor_parallelism(ranks: Ranks) -> None:
-    if ranks.world < 4:
-        pytest.skip("two times two ranks")
-    assert max(ranks.run(both_ways)) < 10 * NEAR[ranks.device]
+    assert apart((found, own.grad), (part(y, where, 0), part(x.grad, where, 0))) < 10 * NEAR[rank.device]
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-def said(rank: Rank, number: int) -> str:
-    """The error of one of these calls."""
+@by_ranks("pair")
+def test_what_is_refused(rank: Rank) -> None:
     torch.manual_seed(0)
     q, k = drawn(rank, 4, BATCH, HEADS, WIDTH), drawn(rank, 4, BATCH, GROUPS, WIDTH)
     world = dist.group.WORLD
     cu = torch.tensor([0, 6, 12], dtype=torch.int32, device=rank.device)
     mask = torch.zeros(BATCH, 1, 1, 4, dtype=torch.bool, device=rank.device)
-    packed_options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 8, "max_seqlen_kv": 8}
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 8, "max_seqlen_kv": 8}
+    flat = [t.flatten(0, 1)[:6] for t in (q, k, k)]
 
     def spread(mode: str = "p2p", group: Any = world, **options: Any) -> Any:
         return attention(cp_group=group, cp_comm_type=mode, **options)
 
-    calls: list[Any] = [
-        lambda: spread("ring"),
-        lambda: spread("p2p", [world, world]),
-        lambda: spread().set_context_parallel_group(world, [5, 6]),
-        lambda: spread("a2a+p2p", None)(q, k, k),
-        lambda: spread("a2a+p2p", world)(q, k, k),
-        lambda: spread("a2a+p2p", [world, None])(q, k, k),
-        lambda: spread()(q[:3], k[:3], k[:3]),
-        lambda: spread("a2a")(q[:, :, :3], k[:, :, :3], k[:, :, :3]),
-        lambda: spread(window_size=(2, 0))(q, k, k),
-        lambda: spread(attn_mask_type="causal_bottom_right")(q, k, k),
-        lambda: spread(attn_mask_type="padding")(q, k, k, mask),
-        lambda: spread()(q, k[:2], k[:2]),
-        lambda: spread(qkv_format="thd", attn_mask_type="padding_causal")(
-            *(t.flatten(0, 1)[:6] for t in (q, k, k)), **packed_options
-        ),
-        lambda: pickle.loads(pickle.dumps(spread()))(q, k, k),
-        lambda: spread()(q, k, k, core_attention_bias_type="alibi"),
+    own_only = "a list of two groups.*own tokens only"
+    calls: list[tuple[Any, str]] = [
+        (lambda: spread("ring"), "cp_comm_type='ring'.*'p2p', 'all_gather', 'a2a' or 'a2a.p2p'"),
+        (lambda: spread("p2p", [world, world]), "a list of 2 groups with cp_comm_type='p2p'"),
+        (lambda: spread().set_context_parallel_group(world, [5, 6]), r"cp_global_ranks=\[5, 6\]"),
+        *[(lambda g=g: spread("a2a+p2p", g)(q, k, k), own_only) for g in (None, world, [world, None])],
+        (lambda: spread()(q[:3], k[:3], k[:3]), "3 tokens on this rank.*an even number"),
+        (lambda: spread("a2a")(q[:, :, :3], k[:, :, :3], k[:, :, :3]), "heads"),
+        (lambda: spread(window_size=(2, 0))(q, k, k), "window_size=.*windows with all_gather or a2a"),
+        (lambda: spread(attn_mask_type="causal_bottom_right")(q, k, k), "bottom-right.*use causal or padding_causal"),
+        (lambda: spread(attn_mask_type="padding")(q, k, k, mask), "attention_mask.*cu_seqlens of the whole sequences"),
+        (lambda: spread()(q, k[:2], k[:2]), "4 queries and 2 keys"),
+        (lambda: spread(qkv_format="thd", attn_mask_type="padding_causal")(*flat, **lengths), "multiples of 4"),
+        (lambda: pickle.loads(pickle.dumps(spread()))(q, k, k), "pickled with context groups of 2 ranks"),
+        (lambda: spread()(q, k, k, core_attention_bias_type="alibi"), "ALiBi"),
     ]
-    try:
-        calls[number]()
-    except (ArgumentError, UnsupportedError, ValueError) as error:
-        return str(error)
-    return "nothing was refused"
-
-
-REFUSED = (
-    "cp_comm_type='ring'.*'p2p', 'all_gather', 'a2a' or 'a2a.p2p'",
-    "a list of 2 groups with cp_comm_type='p2p'",
-    r"cp_global_ranks=\[5, 6\]",
-    "a list of two groups.*own tokens only",
-    "a list of two groups.*own tokens only",
-    "a list of two groups.*own tokens only",
-    "3 tokens on this rank.*an even number",
-    "heads",
-    "window_size=.*windows with all_gather or a2a",
-    "bottom-right.*use causal or padding_causal",
-    "attention_mask.*cu_seqlens of the whole sequences",
-    "4 queries and 2 keys",
-    "multiples of 4",
-    "pickled with context groups of 2 ranks",
-    "ALiBi",
-)
-
-
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_is_refused(pair: Ranks, number: int) -> None:
-    for text in pair.run(said, number):
-        assert re.search(REFUSED[number], text), text
-
-
-def differing(rank: Rank, name: str, *values: Any) -> str:
-    """The error of ranks whose attention has other values of an option."""
-    mode = values[rank.number] if name == "cp_comm_type" else "p2p"
-    options = {"attn_mask_type": "causal"} if name == "cp_comm_type" else {name: values[rank.number]}
-    module = attention(cp_group=dist.group.WORLD, cp_comm_type=mode, **options)
-    tensors = [drawn(rank, 8, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
-    try:
-        module(*tensors)
-    except ArgumentError as error:
-        return str(error)
-    return "nobody noticed"
+    for call, wanted in calls:
+        said = error_of(call, (ArgumentError, UnsupportedError, ValueError))  # type: ignore[arg-type]
+        assert re.search(wanted, said, re.DOTALL), (wanted, said)
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [("cp_comm_type", ("p2p", "all_gather")), ("attn_mask_type", ("causal", "no_mask")), ("softmax_scale", (0.1, 0.2))],
 )
-def test_ranks_that_run_something_else_are_told(pair: Ranks, name: str, values: tuple[Any, Any]) -> None:
+@by_ranks("pair")
+def test_ranks_that_run_something_else_are_told(rank: Rank, name: str, values: tuple[Any, Any]) -> None:
     """Before they exchange anything, on every rank, with what each has."""
-    for said in pair.run(differing, name, *values):
-        assert said.startswith("context parallelism") and "ranks" in said, said
+    module = attention(cp_group=dist.group.WORLD, **{"attn_mask_type": "causal", name: values[rank.number]})
+    tensors = [drawn(rank, 8, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
+    says(error_of(lambda: module(*tensors)), "ArgumentError: context parallelism", "ranks")
 
 
 #: By feature of the table: options of the module, and of its forward besides lengths.
@@ -543,13 +440,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def cells(rank: Rank, mode: str) -> dict[str, tuple[str, float]]:
-    group = groups_of(rank, mode)
-    return {feature: cell(rank, mode, group, feature) for feature in FEATURES}
-
-
 def cell(rank: Rank, mode: str, group: Any, feature: str) -> tuple[str, float]:
-    """(the refusal, or how far the output and dV are from those of whole sequences)."""
+    """(the refusal, or how far the output and the gradients are from those of whole sequences)."""
     torch.manual_seed(0)
     static, options = OPTIONS[feature]
     static = {"attn_mask_type": "no_mask", "num_gqa_groups": GROUPS, **static}
@@ -571,7 +463,7 @@ def cell(rank: Rank, mode: str, group: Any, feature: str) -> tuple[str, float]:
     if feature == "bias":  # of this rank's queries, for all keys
         more = {"core_attention_bias": drawn(rank, 1, HEADS, tokens, tokens)}
         own_more = {"core_attention_bias": part(more["core_attention_bias"], rank, 2)}
-    one, spread = (te.DotProductAttention(HEADS, WIDTH, **static) for _ in range(2))
+    one, spread = (attention(**static) for _ in range(2))
     try:
         spread.set_context_parallel_group(group, cp_comm_type=mode)
         own = [cut(t.detach()).requires_grad_() for t in whole]
@@ -581,20 +473,26 @@ def cell(rank: Rank, mode: str, group: Any, feature: str) -> tuple[str, float]:
     wanted = one(*whole, **options, **more)
     outs = [t[0] if isinstance(t, tuple) else t for t in (found, wanted)]
     (outs[0].square().sum() / 8).backward(), (outs[1].square().sum() / 8).backward()
-    return "", apart((outs[0], own[2].grad), (cut(outs[1]), cut(whole[2].grad)))  # type: ignore[arg-type]
+    results = [(outs[0], *[t.grad for t in own]), (cut(outs[1]), *[cut(t.grad) for t in whole])]  # type: ignore[arg-type]
+    if spread.softmax_type == "learnable":
+        dist.all_reduce(spread.softmax_offset.grad)
+        results = [(*of, module.softmax_offset.grad) for of, module in zip(results, (spread, one), strict=True)]
+    return "", apart(*results)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@in_each_mode
 @pytest.mark.four_ranks(mode="a2a+p2p")
-def test_the_table_of_the_docs(ranks: Ranks, mode: str) -> None:
+@by_ranks()
+def test_the_table_of_the_docs(rank: Rank, mode: str) -> None:
     """What it says yes to computes what whole sequences do, and what it says no to is refused with these words."""
-    if mode == "a2a+p2p" and ranks.world < 4:
-        pytest.skip("a2a+p2p takes two groups of two ranks")
+    if skip_two_ranks(rank, mode):
+        return
     assert OPTIONS.keys() == FEATURES.keys()
-    for found in ranks.run(cells, mode):
-        for feature, (error, far) in found.items():
-            said = asked(mode, feature)
-            if ranks.device == "cuda" and said is None and "No dot product attention backend" in error:
-                continue  # the rules of sequences take it, but not cuDNN on this device
-            assert ("" if said is None else said.do) in error and bool(error) is (said is not None), (feature, error)
-            assert "dropout" in feature or far < NEAR[ranks.device], (feature, far)
+    group = groups_of(rank, mode)
+    for feature in FEATURES:
+        error, far = cell(rank, mode, group, feature)
+        said = asked(mode, feature)
+        if rank.device == "cuda" and said is None and "No dot product attention backend" in error:
+            continue  # the rules of sequences take it, but not cuDNN on this device
+        assert ("" if said is None else said.do) in error and bool(error) is (said is not None), (feature, error)
+        assert "dropout" in feature or far < 4 * NEAR[rank.device], (feature, far)

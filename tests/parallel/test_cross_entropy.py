@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 import te_torch as te
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import by_ranks, error_of, says
 from tests.tolerances import DB, snr_db
 
 CLASSES, ROWS, WIDTH = 64, 24, 32
 
 
-def losses(rank: Rank) -> dict[str, Any]:
-    """Signal to noise of what each rank has, in dB."""
+@by_ranks()
+def test_ranks_that_share_the_classes(rank: Rank) -> None:
     generator = torch.Generator().manual_seed(7)
     hidden, weight = (torch.randn(s, generator=generator) for s in ((2, ROWS // 2, WIDTH), (CLASSES, WIDTH)))
     target = torch.randint(0, CLASSES, (2, ROWS // 2), generator=generator).to(rank.device)
@@ -41,28 +40,12 @@ def losses(rank: Rank) -> dict[str, Any]:
             f"{reduction} hidden": snr_db(h.grad, wide[0].grad),
             f"{reduction} weight": snr_db(w.grad, wide[1].grad[mine]),
         }
-    return found
+    assert not {name: value for name, value in found.items() if value < DB["fp32"]}
 
 
-def test_ranks_that_share_the_classes(ranks: Ranks) -> None:
-    for found in ranks.run(losses):
-        assert not {name: value for name, value in found.items() if value < DB["fp32"]}
-
-
-def out_of_range(rank: Rank) -> str:
+@by_ranks("gloo_ranks")
+def test_a_target_that_no_rank_has(rank: Rank) -> None:
     """On every rank, whichever has the class: nobody waits for the others."""
-    target = torch.full((2, 2), CLASSES)
-    try:
-        te.parallel_cross_entropy(
-            torch.zeros(2, 2, CLASSES // rank.world), target, 0.0, False, torch.distributed.group.WORLD
-        )
-    except AssertionError:
-        return "assertion"
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_target_that_no_rank_has(gloo_ranks: Ranks) -> None:
-    for said in gloo_ranks.run(out_of_range):
-        assert f"target {CLASSES}" in said and f"0 to {CLASSES - 1}" in said
+    target, part = torch.full((2, 2), CLASSES), torch.zeros(2, 2, CLASSES // rank.world)
+    call = lambda: te.parallel_cross_entropy(part, target, 0.0, False, torch.distributed.group.WORLD)  # noqa: E731
+    says(error_of(call, ValueError), f"target {CLASSES}", f"0 to {CLASSES - 1}")

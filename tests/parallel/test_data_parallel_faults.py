@@ -12,21 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import te_torch as te
-from te_core.errors import ArgumentError, LibraryError, UnsupportedError
+from te_core.errors import LibraryError, UnsupportedError
 from te_torch import exchange
 from te_torch.training import collectives
 from tests.parallel.conftest import NCCL
 from tests.parallel.exchanges import CASES, prepared, said_by, unclear
-from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
+from tests.parallel.fsdp_steps import mesh_of, shard
 from tests.parallel.ranks import Outcome, Rank, Ranks, meet, wait_no_longer_than
+from tests.parallel.steps import by_ranks, error_of, says
 
 #: Seconds that a collective waits, where it waits in vain; on the CPU from there on, so that no rank is late before.
 #: Ranks on GPUs compile kernels in the first step, not all as fast.
 PATIENCE = {"cpu": 6.0, "cuda": 15.0}
-NO_ORDER = "collectives are paired by their order there, whatever they are: what comes of unlike ones is not defined"
 SHORT = 0.4  # the same where several wait, one after the other
 #: Of our exchanges (tests/parallel/exchanges.py) those that wait for a rank that never comes: one of each way.
 WAITED = {
@@ -34,80 +33,9 @@ WAITED = {
 }
 
 
-def patience(ranks: Ranks) -> dict[str, float]:
-    """Of the whole run."""
-    return {} if ranks.device == "cpu" else {"group_timeout": PATIENCE["cuda"]}
-
-
-def dies(rank: Rank, how: str) -> None:
-    """The last rank ends between two steps. The others meet it in DDP's or FSDP2's collectives: torch's words."""
-    if how == "ddp":
-        model: Any = DistributedDataParallel(build("delayed", False, rank.device))
-    else:
-        model = shard(build("delayed", how == "fsdp2 quantized", rank.device), mesh_of(rank.device, rank.world))
-    optimizer = optimizer_of(model)
-    for i in range(3):
-        if i == 1 and rank.device == "cpu":
-            wait_no_longer_than(PATIENCE["cpu"])
-        if i == 1 and rank.number == rank.world - 1:
-            os._exit(3)
-        step(model, optimizer, "delayed", batch(rank.number, i, rank.device))
-
-
-@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full), "fsdp2 quantized"])
-def test_a_rank_that_dies(ranks: Ranks, how: str) -> None:
-    """With NCCL torch's watchdog ends the others."""
-    *others, last = ranks.outcomes(dies, how, **patience(ranks))
-    assert (last.how, last.text) == ("died", "exit code 3")
-    for outcome in others:
-        if ranks.device == "cuda":
-            assert outcome.waited_in_vain(), str(outcome)
-            continue
-        assert outcome.how == "raised" and "RuntimeError" in outcome.error + outcome.text, str(outcome)
-
-
-def other_model(rank: Rank, how: str) -> None:
-    """The last rank has one layer more."""
-    model: Any = build("current", False, rank.device)
-    if rank.number == rank.world - 1:
-        model.append(te.Linear(512, 512, device=rank.device, params_dtype=torch.bfloat16))
-    if how == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        shard(model, mesh_of(rank.device, rank.world))
-    optimizer = optimizer_of(model)
-    if rank.device == "cpu":
-        wait_no_longer_than(1.0)
-    for i in range(2):
-        step(model, optimizer, "current", batch(rank.number, i, rank.device))
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_ranks_with_other_models(ranks: Ranks, how: str) -> None:
-    if ranks.device == "cuda" and how == "fsdp2":
-        pytest.skip(NO_ORDER)
-    for outcome in ranks.outcomes(other_model, how, **patience(ranks)):
-        assert outcome.how == "raised", str(outcome)
-    assert ranks.seconds < 60
-
-
-def other_modules_run(rank: Rank) -> None:
-    """All ranks have the same model, of which the last one leaves a layer out."""
-    model = build("delayed", False, rank.device)
-    for i in range(3):
-        with te.autocast(recipe=te.get_default_recipe()):
-            y = model[0](batch(rank.number, i, rank.device))
-            y = model[1](y) if rank.number < rank.world - 1 else y
-        y.float().sum().backward()
-
-
-def test_ranks_that_run_other_modules(ranks: Ranks) -> None:
-    """Maxima that would be reduced into another module's: an error on every rank, by name."""
-    for outcome in ranks.outcomes(other_modules_run):
-        assert outcome.how == "raised" and "modules" in outcome.text, str(outcome)
-
-
-def late_gradients(rank: Rank, option: str) -> str:
+@pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
+@by_ranks()
+def test_late_gradients_of_shards(rank: Rank, option: str) -> None:
     """Weight gradients that FSDP2 does not see in backward."""
     layer = te.Linear(64, 64, device=rank.device, params_dtype=torch.bfloat16, **{option: True})
     shard(torch.nn.Sequential(layer), mesh_of(rank.device, rank.world))
@@ -115,15 +43,8 @@ def late_gradients(rank: Rank, option: str) -> str:
         parameter.main_grad = torch.zeros(parameter.shape, device=rank.device)  # type: ignore[attr-defined]
     with torch.no_grad():  # no gradient comes late
         layer(torch.randn(32, 64, device=rank.device, dtype=torch.bfloat16))
-    with pytest.raises((UnsupportedError, ArgumentError)) as error:
-        layer(torch.randn(32, 64, device=rank.device, dtype=torch.bfloat16)).sum().backward()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
-def test_late_gradients_of_shards(ranks: Ranks, option: str) -> None:
-    for said in ranks.run(late_gradients, option):
-        assert "fully_shard" in said and f"leave {option} out" in said
+    x = torch.randn(32, 64, device=rank.device, dtype=torch.bfloat16)
+    says(error_of(lambda: layer(x).sum().backward()), "fully_shard", f"leave {option} out")
 
 
 def left_alone(rank: Rank, folder: str, dead: bool) -> dict[str, tuple[str, float]]:
@@ -175,17 +96,12 @@ def test_our_exchanges_with_a_rank_that_died(gloo_ranks: Ranks, tmp_path: Path) 
         assert max(seconds for _, seconds in found.values()) < 30, found
 
 
-def told_of_a_dtype(rank: Rank) -> str:
-    group = dist.new_group()  # gloo may raise the error again in the group's next collective
-    with pytest.raises(LibraryError) as error:
-        collectives.allreduce(torch.ones(4, dtype=torch.int16), group)
-    return str(error.value)
-
-
-def test_what_a_backend_does_not_take(pair: Ranks) -> None:
+@by_ranks("pair")
+def test_what_a_backend_does_not_take(rank: Rank) -> None:
     """All ranks are there: it is said that the tensor may be what is wrong."""
-    for said in pair.run(told_of_a_dtype):
-        assert said.startswith("allreduce") and "Invalid scalar type" in said and "its backend takes" in said
+    group = dist.new_group()  # gloo may raise the error again in the group's next collective
+    said = error_of(lambda: collectives.allreduce(torch.ones(4, dtype=torch.int16), group), LibraryError)
+    says(said, "LibraryError: allreduce", "Invalid scalar type", "its backend takes")
 
 
 def gone_before(rank: Rank) -> str:

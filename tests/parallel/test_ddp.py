@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import te_torch as te
 from tests.covering import covering
 from tests.module_steps import values
 from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.steps import replicated, same
 from tests.recipes import KINDS, region
 from tests.tolerances import snr_db
 
@@ -64,11 +63,8 @@ def trained(kind: str, module: Any, name: str | None, ranks: range, device: str)
 
 
 def on_a_rank(rank: Rank, kind: str, name: str | None) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        device_ids = [rank.number] if rank.device == "cuda" else None
-        module = DistributedDataParallel(made(kind, rank.device), device_ids=device_ids)
-        return trained(kind, module, name, range(rank.number, rank.number + 1), rank.device)
+    module = replicated(made(kind, rank.device), rank)
+    return trained(kind, module, name, range(rank.number, rank.number + 1), rank.device)
 
 
 @pytest.mark.four_ranks(kind="LayerNormLinear", name="delayed")
@@ -77,8 +73,7 @@ def test_gradients_are_those_of_the_whole_batch(ranks: Ranks, kind: str, name: s
     found = ranks.run(on_a_rank, kind, name)
     wanted = trained(kind, made(kind, ranks.device), name, range(ranks.world), ranks.device)
     for f in found[1:]:
-        assert all(torch.equal(f["grads"][n], g) for n, g in found[0]["grads"].items())
-        assert all(torch.equal(f["state"][n], s) for n, s in found[0]["state"].items())
+        assert same(f, found[0])
     assert (name == "delayed") == bool(found[0]["state"])
     floor = {None: 30, "nvfp4 nearest": 5}.get(name, 15)
     for n, grad in wanted["grads"].items():

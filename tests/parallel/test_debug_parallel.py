@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +10,12 @@ import torch.distributed as dist
 
 import te_torch as te
 from tests.covering import covering
+from tests.parallel.debug_sessions import Session
 from tests.parallel.ranks import Rank, Ranks
-from tests.parallel.tensor_steps import (
-    H,
-    counted,
-    cut_ends,
-    cut_of,
-    error_of,
-    inputs,
-    joined,
-    make,
-    options,
-    part,
-    piece,
-    shapes,
-)
-from tests.recipes import KINDS, region
+from tests.parallel.steps import alike, by_ranks, counted, error_of, on_cpu, replicated, same, says, sent_to
+from tests.parallel.tensor_steps import H, cut_ends, cut_of, inputs, joined, make, piece, shapes, spread
+from tests.recipes import region
 from tests.tolerances import snr_db
-from tests.torch import planted
 
 pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
 
@@ -39,149 +25,40 @@ TENSORS = [*OPERANDS, "output", "dgrad", "wgrad"]
 VALUES = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
 BLOCKWISE = {"max_blockwise_dynamic_range": {"block_size": 32, "dims": 1}}
 CASTS = ["underflows%", "mse", "scale_inv_min", "scale_inv_max", "saturations%", "snr_db"]
-FEATURE = '''
-from nvdlfw_inspect.registry import Registry, api_method
-from te_torch.debug.features.api import TEConfigAPIMapper
 
 
-@Registry.register_feature(namespace="transformer_engine")
-class Same(TEConfigAPIMapper):
-    """Quantizes as the layer would have."""
-
-    @api_method
-    def modify_tensor_enabled(self, config, layer_name, gemm, tensor_name, iteration):
-        return True, iteration + 1
-
-    @api_method
-    def modify_tensor(self, config, layer_name, gemm, tensor_name, tensor, default_quantizer, iteration, **others):
-        return tensor if default_quantizer is None else default_quantizer(tensor)
-
-    @api_method
-    def inspect_tensor_enabled(self, config, layer_name, tensor_name, iteration):
-        return True, iteration + 1
-
-    @api_method
-    def inspect_tensor(self, config, layer_name, tensor_name, iteration, tp_group, tensor, tp_size=1):
-        seen.append((tensor_name, tp_group, tp_size, tuple(tensor.shape)))
-
-
-seen = []
-'''
-
-
-class Session:
-    """nvdlfw_inspect with a configuration, on a rank."""
-
-    def __init__(self, chosen: dict[str, Any]) -> None:
-        self.chosen, self.seen = chosen, {}
-
-    def __enter__(self) -> Session:
-        from nvdlfw_inspect import api
-
-        from tests.debug.conftest import FEATURES, config
-
-        folder = tempfile.mkdtemp()
-        Path(folder, "same.py").write_text(FEATURE)
-
-        if self.chosen:
-            api.initialize(config(**self.chosen), [str(FEATURES), folder], log_dir=folder, tb_writer=self)
-        return self
-
-    def add_scalar(self, name: str, value: float, iteration: int) -> None:
-        self.seen[name, iteration] = value
-
-    def __exit__(self, *error: object) -> None:
-        from nvdlfw_inspect import api
-
-        api.end_debug()
-
-
-def whole_and_part(kind: str, rank: Rank, sequence: bool, group: Any = None) -> tuple[Any, Any]:
+def both(kind: str, rank: Rank, sequence: bool = True, group: Any = None) -> tuple[Any, Any]:
     """A layer, and this rank's part of it."""
-    group = group or dist.group.WORLD
-    size, number = dist.get_world_size(group), dist.get_rank(group)
-    whole = make(kind, rank.device)
-    module = make(kind, rank.device, tp_group=group, tp_size=size, sequence_parallel=sequence)
+    whole, module = make(kind, rank.device), spread(kind, rank, sequence, group)
     whole.name = module.name = "layer"
-    values = dict(whole.named_parameters())
-    with torch.no_grad():
-        for parameter, p in module.named_parameters():
-            p.copy_(part(values[parameter], cut_of(kind, parameter), number, size))
     return whole, module
 
 
 def step(
-    module: Any, kind: str, recipe: str | None, ends: tuple[Any, Any], rows: int = ROWS, place: Any = (0, 1, 0)
+    module: Any, kind: str, recipe: str | None, place: Any = (0, 1, 0), sequence: bool = True, rows: int = ROWS
 ) -> Any:
     """Output and gradients; `place`: this rank, of how many, and which data."""
-    wide, out = shapes(kind)
-    device = next(module.parameters()).device
     number, size, data = place
+    ends = cut_ends(kind, sequence) if size > 1 else (None, None)
+    device = next(module.parameters()).device
     # Parts have means, maxima and spreads of their own.
     offset = torch.arange(rows)[:, None, None] / rows
-    x, dy = ((inputs(rows, width, data, seed) + offset).bfloat16() for seed, width in ((0, wide), (1, out)))
+    x, dy = ((inputs(rows, width, data, seed) + offset).bfloat16() for seed, width in enumerate(shapes(kind)))
     x = piece(x, ends[0], number, size).to(device).requires_grad_()
     with region(recipe):
         y = module(x)
     y.backward(piece(dy, ends[1], number, size).to(device))
-    found = {"y": y.detach().cpu(), "x": x.grad.cpu()}
-    found |= {n: p.grad.cpu() for n, p in module.named_parameters()}
+    found = on_cpu({"y": y, "x": x.grad} | {n: p.grad for n, p in module.named_parameters()})
     module.zero_grad()
     return found
-
-
-# ------------------------------------------------------------------------------------------- what is left alone
-
-LOOKS: dict[str, Any] = {
-    "statistics": {
-        "LogTensorStats": {"stats": VALUES, "tensors": TENSORS},
-        "LogFp8TensorStats": {"stats": ["underflows%"], "tensors": OPERANDS},
-    },
-    "files": {"DumpTensors": {"high_precision_tensor": True, "quantized_tensor": True, "tensors": TENSORS}},
-}
-
-
-def unchanged(rank: Rank, kind: str, recipe: str | None, sequence: bool, look: str, rows: int) -> Any:
-    """Two steps, plain and looked at: the second of each, and the collectives in it."""
-    from nvdlfw_inspect import api
-
-    found: list[Any] = []
-    features = {name: keys for name, keys in LOOKS.get(look, {}).items() if recipe != "nvfp4" or "Fp8" not in name}
-    for chosen in ({}, features):
-        _, module = whole_and_part(kind, rank, sequence)
-        with Session(chosen):
-            looks = te.debug.inspect(module) if look == "inspect" and found else None
-            for number in range(2):
-                torch.manual_seed(number)
-                if looks is not None and not number:
-                    looks.__enter__()
-                with counted() as calls:
-                    result = step(module, kind, recipe, cut_ends(kind, sequence), rows, (rank.number, rank.world, 0))
-                if chosen:
-                    api.step()
-            if looks is not None:
-                looks.__exit__(None, None, None)
-        found.append((result, sorted(calls)))
-    return found
-
-
-@covering(
-    recipe=[None, *KINDS],
-    case=["inspect", "inspect odd", "statistics", "statistics odd", "files"],
-    kind=["column", "row", "norm column", "gated", "layer"],
-)
-def test_a_step_that_is_looked_at(two: Ranks, recipe: str | None, case: str, kind: str) -> None:
-    """Bit for bit the plain one, and as many bytes travel."""
-    look, _, odd = case.partition(" ")
-    for (plain, bytes_of_plain), (found, sent) in two.run(unchanged, kind, recipe, True, look, ODD if odd else ROWS):
-        assert [n for n in plain if not torch.equal(plain[n], found[n])] == []
-        assert sent == bytes_of_plain and any(name == "all_gather" for name, _ in sent)
 
 
 # ------------------------------------------------------------------------------------------------- what is counted
 
 
-def logged(rank: Rank, kind: str, recipe: str | None, sequence: bool, groups: str, reduce_weights: bool) -> Any:
+def logged(
+    rank: Rank, kind: str, recipe: str | None, sequence: bool = True, groups: str = "all", reduce_weights: bool = True
+) -> Any:
     """The statistics of a step of a part, and of the whole in one process."""
     from nvdlfw_inspect import api
 
@@ -190,22 +67,21 @@ def logged(rank: Rank, kind: str, recipe: str | None, sequence: bool, groups: st
     single = [dist.new_group([i]) for i in range(rank.world)][rank.number]
     group = pairs[rank.number // 2]
     te.debug.set_weight_tensor_tp_group_reduce(reduce_weights)
-    whole, module = whole_and_part(kind, rank, sequence, group)
+    whole, module = both(kind, rank, sequence, group)
     chosen: dict[str, Any] = {"LogTensorStats": {"stats": [*VALUES, BLOCKWISE], "tensors": TENSORS}}
     if recipe is not None:
         stats = [*CASTS, *(["overflows%"] if recipe == "delayed" else [])]
         chosen["LogFp8TensorStats"] = {"stats": stats, "tensors": OPERANDS}
     try:
-        for spread in (True, False):
+        for cut in (True, False):
             with Session(chosen) as session:
-                reduced = {"all": None, "own": single, "team": group}[groups] if spread else single
+                reduced = {"all": None, "own": single, "team": group}[groups] if cut else single
                 if reduced is not None:
                     api.set_tensor_reduction_group(reduced)
                 for number in range(2):
-                    place = (rank.number % 2, 2, rank.number // 2 + number) if spread else (0, 1, number)
-                    ends = cut_ends(kind, sequence) if spread else (None, None)
-                    step(module if spread else whole, kind, recipe, ends, place=place)
-                    api.step()
+                    place = (rank.number % 2, 2, rank.number // 2 + number) if cut else (0, 1, number)
+                    step(module if cut else whole, kind, recipe, place, sequence)
+                    session.step()
             found.append(session.seen)
     finally:
         te.debug.set_weight_tensor_tp_group_reduce(True)
@@ -223,22 +99,23 @@ def exact(kind: str, recipe: str | None, name: str) -> bool:
 
 
 @covering(kind=["column", "row"], recipe=[None, "delayed", "current", "block", "mxfp8"])
-def test_statistics_are_those_of_the_whole(two: Ranks, kind: str, recipe: str | None) -> None:
+@by_ranks("two")
+def test_statistics_are_those_of_the_whole(rank: Rank, kind: str, recipe: str | None) -> None:
     """Of every tensor, by every rank: sums, means, extremes, shares and deviations."""
-    for seen, one in two.run(logged, kind, recipe, True, "all", True):
-        assert seen.keys() == one.keys() and len(seen) >= 2 * len(TENSORS) * len(VALUES)
-        for (name, iteration), value in seen.items():
-            wanted = one[name, iteration]
-            if exact(kind, recipe, name):
-                assert value == pytest.approx(wanted, rel=1e-6, abs=1e-12), name
-            elif name.rpartition("_")[2] in ("norm", "std", "amax"):  # products, and columns scaled by the rank
-                assert value == pytest.approx(wanted, rel=0.1), name
+    seen, one = logged(rank, kind, recipe)
+    assert seen.keys() == one.keys() and len(seen) >= 2 * len(TENSORS) * len(VALUES)
+    for (name, iteration), value in seen.items():
+        wanted = one[name, iteration]
+        if exact(kind, recipe, name):
+            assert value == pytest.approx(wanted, rel=1e-6, abs=1e-12), name
+        elif name.rpartition("_")[2] in ("norm", "std", "amax"):  # products, and columns scaled by the rank
+            assert value == pytest.approx(wanted, rel=0.1), name
 
 
 @pytest.mark.parametrize("groups", ["own", "team"])
 def test_a_group_given_by_hand(two: Ranks, groups: str) -> None:
     """Weights are reduced over the ranks that have parts of them, whatever the group is."""
-    (first, one), (second, _) = two.run(logged, "column", "current", True, groups, True)
+    (first, one), (second, _) = two.run(logged, "column", "current", True, groups)
     name = "layer_activation_l1_norm", 0
     total = first[name] if groups == "team" else first[name] + second[name]
     assert total == pytest.approx(one[name], rel=1e-6) and first[name] > 0
@@ -254,21 +131,22 @@ def test_weights_of_the_rank_alone(two: Ranks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_without_sequence_parallelism(two: Ranks, kind: str) -> None:
+@by_ranks("two")
+def test_without_sequence_parallelism(rank: Rank, kind: str) -> None:
     """What all ranks have is counted by each: sums double, shares and deviations do not."""
     double = {"activation", "dgrad"} if kind == "column" else {"output", "gradient"}
-    for seen, one in two.run(logged, kind, None, False, "all", True):
-        for tensor in OPERANDS:
-            times = 2 if tensor in double else 1
-            for stat, factor in (("l1_norm", times), ("l2_norm", times**0.5), ("mean", 1), ("std", 1), ("max", 1)):
-                name = f"layer_{tensor}_{stat}", 0
-                assert seen[name] == pytest.approx(factor * one[name], rel=1e-5), name
+    seen, one = logged(rank, kind, None, False)
+    for tensor in OPERANDS:
+        times = 2 if tensor in double else 1
+        for stat, factor in (("l1_norm", times), ("l2_norm", times**0.5), ("mean", 1), ("std", 1), ("max", 1)):
+            name = f"layer_{tensor}_{stat}", 0
+            assert seen[name] == pytest.approx(factor * one[name], rel=1e-5), name
 
 
 @pytest.mark.more
 def test_teams_beside_each_other(ranks_of: Any) -> None:
     """Two data-parallel pairs: activations of both, the weight of one."""
-    found = ranks_of(4, "cpu").run(logged, "column", None, True, "all", True)
+    found = ranks_of(4, "cpu").run(logged, "column", None)
     one = found[0][1]
     seen = found[0][0]
     assert all(f[0] == seen for f in found)
@@ -286,11 +164,11 @@ def figures(seen: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def reported(rank: Rank, kind: str, recipe: str, rows: int) -> Any:
-    whole, module = whole_and_part(kind, rank, True)
+    whole, module = both(kind, rank)
     with te.debug.inspect(module, group=dist.group.WORLD) as seen:
-        step(module, kind, recipe, cut_ends(kind, True), rows, (rank.number, rank.world, 0))
+        step(module, kind, recipe, (rank.number, rank.world, 0), rows=rows)
     with te.debug.inspect(whole) as alone:
-        step(whole, kind, recipe, (None, None), rows)
+        step(whole, kind, recipe, rows=rows)
     return figures(seen), figures(alone), str(seen), str(te.precision_report(module))
 
 
@@ -298,24 +176,26 @@ def reported(rank: Rank, kind: str, recipe: str, rows: int) -> Any:
     kind=["column", "row"],  # of which the first gathers x, the second a gradient
     recipe=["delayed", "current", "block tiled x", "block tiled grad", "block", "mxfp8"],
 )
-def test_the_report_is_that_of_the_whole(two: Ranks, kind: str, recipe: str) -> None:
+@by_ranks("two")
+def test_the_report_is_that_of_the_whole(rank: Rank, kind: str, recipe: str) -> None:
     gathered = "activation" if kind == "column" else "gradient"
-    for seen, one, _, _ in two.run(reported, kind, recipe, ROWS):
-        names = [name for name in one if f" {gathered} " in name]
-        assert names and seen.keys() == one.keys()
-        for name in names:
-            assert seen[name][0] == one[name][0] and seen[name][1:] == pytest.approx(one[name][1:], rel=1e-6)
+    seen, one, _, _ = reported(rank, kind, recipe, ROWS)
+    names = [name for name in one if f" {gathered} " in name]
+    assert names and seen.keys() == one.keys()
+    for name in names:
+        assert seen[name][0] == one[name][0] and seen[name][1:] == pytest.approx(one[name][1:], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_what_is_quantized_once_it_is_whole(two: Ranks, kind: str) -> None:
+@by_ranks("two")
+def test_what_is_quantized_once_it_is_whole(rank: Rank, kind: str) -> None:
     """It is seen in high precision; reports say so."""
     name = "activation (wgrad)" if kind == "column" else "gradient (dgrad, wgrad)"
-    for seen, _, text, facts in two.run(reported, kind, "mxfp8", ODD):
-        found = next(values for key, values in seen.items() if key.endswith(name))
-        assert found[0] == "float8_e4m3 1x32 once gathered" and found[2] > 0 and all(v != v for v in found[3:])
-        assert "a rank's rows are no whole blocks" in text
-        assert "in bfloat16, and quantized whole" in facts
+    seen, _, text, facts = reported(rank, kind, "mxfp8", ODD)
+    found = next(values for key, values in seen.items() if key.endswith(name))
+    assert found[0] == "float8_e4m3 1x32 once gathered" and found[2] > 0 and all(v != v for v in found[3:])
+    says(text, "a rank's rows are no whole blocks")
+    says(facts, "in bfloat16, and quantized whole")
 
 
 # ------------------------------------------------------------------------------------------------- what is changed
@@ -331,13 +211,13 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def changed(rank: Rank, kind: str, recipe: str, change: str, rows: int) -> Any:
-    """A step with features of the whole, of this rank's part, and what that sends besides."""
-    whole, module = whole_and_part(kind, rank, True)
+def changed(rank: Rank, kind: str, recipe: str, change: str, rows: int = ROWS) -> Any:
+    """A step with features of this rank's part, of the whole, and what the first sends."""
+    whole, module = both(kind, rank)
     with Session(CHANGES[change]):
-        one = step(whole, kind, recipe, (None, None), rows)
+        one = step(whole, kind, recipe, rows=rows)
         with counted() as calls:
-            found = step(module, kind, recipe, cut_ends(kind, True), rows, (rank.number, rank.world, 0))
+            found = step(module, kind, recipe, (rank.number, rank.world, 0), rows=rows)
     return found, one, calls
 
 
@@ -361,30 +241,27 @@ def test_changes_of_the_whole(two: Ranks, kind: str, change: str, rows: int) -> 
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_bytes_of_what_is_changed(two: Ranks, kind: str) -> None:
+@by_ranks("two")
+def test_bytes_of_what_is_changed(rank: Rank, kind: str) -> None:
     """FP8 parts travel as a byte an element, what a feature left in high precision as two."""
-    wide, out = shapes(kind)
-    elements = ROWS // 2 * 2 * (wide if kind == "column" else out)
+    elements = ROWS * shapes(kind)[kind == "row"]
     expected = {"per tensor": [1, 1], "off": [2, 2], "fprop off": [2, 1], "wgrad off": [1, 2], "backward off": [1, 2]}
     if kind == "row":  # what dgrad had in bf16, or in FP8, serves wgrad
         expected = {"per tensor": [1, 1], "off": [2], "fprop off": [1], "wgrad off": [1, 2], "backward off": [2]}
     for change, sizes in expected.items():
-        for _, _, calls in two.run(changed, kind, "delayed", change, ROWS):
-            sent = [size / elements for name, size in calls if name == "all_gather" and size >= elements]
-            assert sent == sizes, change
+        _, _, calls = changed(rank, kind, "delayed", change)
+        sent = [size / elements for size in sent_to("all_gather", calls) if size >= elements]
+        assert sent == sizes, change
 
 
 def the_same(rank: Rank, kind: str, recipe: str) -> Any:
-    """A feature of a user's that quantizes parts as the layer would have; the plain step; what the feature was told."""
-    _, module = whole_and_part(kind, rank, True)
-    ends, place = cut_ends(kind, True), (rank.number, rank.world, 0)
-    plain = step(module, kind, recipe, ends, ROWS, place)
-    _, module = whole_and_part(kind, rank, True)
-    both = {"gemms": ["fprop", "dgrad", "wgrad"], "tensors": ["activation", "gradient"]}
-    with Session({"Same": both}):
+    """A feature that quantizes parts as the layer would have: (the plain step, this one, what it was shown)."""
+    place, twice = (rank.number, rank.world, 0), [both(kind, rank)[1] for _ in range(2)]
+    plain = step(twice[0], kind, recipe, place)
+    with Session({"Same": {"gemms": ["fprop", "dgrad", "wgrad"], "tensors": ["activation", "gradient"]}}):
         from nvdlfw_inspect.registry import Registry
 
-        found = step(module, kind, recipe, ends, ROWS, place)
+        found = step(twice[1], kind, recipe, place)
         feature = Registry.data["transformer_engine"].features["Same"]
         told = feature.inspect_tensor.__globals__["seen"]
     assert all(group is dist.group.WORLD and size == rank.world for _, group, size, _ in told)
@@ -392,100 +269,108 @@ def the_same(rank: Rank, kind: str, recipe: str) -> Any:
 
 
 @covering(kind=["column", "row"], recipe=["current", "delayed", "mxfp8", "block"])
-def test_the_default_quantizer_of_a_part(two: Ranks, kind: str, recipe: str) -> None:
+@by_ranks("two")
+def test_the_default_quantizer_of_a_part(rank: Rank, kind: str, recipe: str) -> None:
     """It agrees with the other ranks on a scale, as the layer does."""
-    for plain, found, told in two.run(the_same, kind, recipe):
-        assert [n for n in plain if not torch.equal(plain[n], found[n])] == []
-        assert len(told) == 2
-
-
-def refused(rank: Rank) -> str:
-    return error_of(lambda: the_same(rank, "column", "nvfp4"))
+    plain, found, told = the_same(rank, kind, recipe)
+    assert same(found, plain) and len(told) == 2
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_parts_of_nvfp4(two: Ranks, kind: str) -> None:
+@by_ranks("two")
+def test_parts_of_nvfp4(rank: Rank, kind: str) -> None:
     """Quantized by the part's own maximum they go on as values; a transformed gradient beside them is refused."""
-    for plain, found, _ in two.run(the_same, kind, "nvfp4 no rht"):
-        assert all(snr_db(found[n], plain[n]) > (15 if n in "xy" else 8) for n in plain)
-    for said in two.run(refused) if kind == "column" else ():
-        assert "inspect wgrad" in said and "NVFP4 turns both" in said
+    plain, found, _ = the_same(rank, kind, "nvfp4 no rht")
+    assert all(snr_db(found[n], plain[n]) > (15 if n in "xy" else 8) for n in plain)
+    if kind == "column":
+        says(error_of(lambda: the_same(rank, kind, "nvfp4")), "inspect wgrad", "NVFP4 turns both")
 
 
-def on_one_rank(rank: Rank) -> str:
-    _, module = whole_and_part("column", rank, True)
-    chosen = {"DisableQuantizationGEMM": {"gemms": ["fprop"] if rank.number else ["wgrad"]}}
-    with Session(chosen):
-        with pytest.raises(Exception) as caught:
-            step(module, "column", "current", cut_ends("column", True), ROWS, (rank.number, rank.world, 0))
-    return str(caught.value)
+@by_ranks("two")
+def test_ranks_with_other_features(rank: Rank) -> None:
+    _, module = both("column", rank)
+    with Session({"DisableQuantizationGEMM": {"gemms": ["fprop"] if rank.number else ["wgrad"]}}):
+        said = error_of(lambda: step(module, "column", "current", (rank.number, rank.world, 0)))
+    says(said, "activation of fprop left plain", "gradient of wgrad left plain")
+    assert alike(said)
 
 
-def test_ranks_with_other_features(two: Ranks) -> None:
-    first, second = two.run(on_one_rank)
-    assert first == second and "activation of fprop left plain" in first and "gradient of wgrad left plain" in first
+# ------------------------------------------------------------------------------------------- batches of one's own
 
 
-# --------------------------------------------------------------------------------------------------------- bisect
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return (torch.randn(16, H, generator=generator) * (rank + 1)).bfloat16()
 
 
-class Pair(torch.nn.Module):
-    """A block whose ranks have parts of the sequence."""
+def of_batches(rank: Rank, alone: bool) -> Any:
+    """What each rank writes; the last rank does not run the second layer."""
+    from nvdlfw_inspect import api
 
-    def __init__(self, rank: Rank) -> None:
-        super().__init__()
-        given = {"params_dtype": torch.bfloat16, "device": rank.device, **options(rank)}
-        torch.manual_seed(rank.number)
-        self.up = te.LayerNormLinear(H, 2 * H, parallel_mode="column", **given)
-        self.down = te.Linear(2 * H, H, parallel_mode="row", **given)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
-        return made
-
-
-def bisected(rank: Rank, recipe: str, rows: int) -> Any:
-    """A fault planted in one layer: the parts of its input saturate."""
-    model = torch.nn.Sequential(*[Pair(rank) for _ in range(3)])
-    model[1].up.inspector = planted.overflowing()
-    x = piece(inputs(rows, H, 0), 0, rank.number, rank.world).to(rank.device)
-
-    def run(net: torch.nn.Module) -> torch.Tensor:
-        with region(recipe):
-            loss = net(x).float().square().mean() * (1 + rank.number)  # each rank is off by something else
-        loss.backward()
-        return loss
-
-    found = te.debug.bisect(run, model, progress=False)
-    return found.layers, [culprit.gemms for culprit in found.culprits], found.runs
+    groups = [dist.new_group([i]) for i in range(rank.world)]
+    with Session({"LogTensorStats": {"stats": ["l1_norm", "max"], "tensors": ["activation", "weight"]}}) as session:
+        if alone:
+            api.set_tensor_reduction_group(groups[rank.number])
+        layers = [te.Linear(H, H, device=rank.device, name=f"layer_{i}") for i in range(2)]
+        for layer in layers if rank.number < rank.world - 1 else layers[:1]:
+            layer(batch(rank.number, 0).float().to(rank.device))
+        session.step()
+    return session.seen
 
 
-@pytest.mark.parametrize("recipe", ["current", pytest.param("block", marks=pytest.mark.full)])
-def test_bisect(two: Ranks, recipe: str) -> None:
-    """All ranks run the same, and name the same."""
-    first, second = two.run(bisected, recipe, ROWS)
-    assert first == second and first[0] == ["1.up"]
+@pytest.mark.four_ranks(alone=False)
+@pytest.mark.parametrize("alone", [False, True])
+@by_ranks()
+def test_batches_of_all_ranks(rank: Rank, alone: bool) -> None:
+    """Together, as each rank writes, also where some do not run a layer; or of a group given by hand."""
+    seen = of_batches(rank, alone)
+    batches = [batch(i, 0).float() for i in ([rank.number] if alone else range(rank.world))]
+    norms = [b.abs().sum().item() for b in batches]
+    assert seen["layer_0_activation_l1_norm", 0] == pytest.approx(sum(norms), rel=1e-5)
+    assert seen["layer_0_activation_max", 0] == max(b.max().item() for b in batches)
+    if rank.number == rank.world - 1:
+        assert ("layer_1_activation_l1_norm", 0) not in seen
+    elif not alone:
+        assert seen["layer_1_activation_l1_norm", 0] == pytest.approx(sum(norms[:-1]), rel=1e-5)
 
 
-def seen_by_one(rank: Rank) -> Any:
-    """The same, where only the last rank's result tells of it."""
-    model = torch.nn.Sequential(*[Pair(rank) for _ in range(3)])
-    model[1].up.inspector = planted.overflowing()
-    x = piece(inputs(ROWS, H, 0), 0, rank.number, rank.world).to(rank.device)
+@by_ranks("pair")
+def test_schedules_over_ranks(rank: Rank) -> None:
+    """Each feature logs in its own iterations, and what is logged is that of all ranks."""
+    features = {
+        "LogTensorStats": {"stats": ["max"], "tensors": ["activation"], "freq": 3},
+        "LogFp8TensorStats": {"stats": ["scale_inv_max"], "tensors": ["activation"], "freq": 4, "start_step": 1},
+    }
+    layer = te.Linear(H, H, params_dtype=torch.bfloat16, device=rank.device, name="layer")
+    with Session(features) as session:
+        for number in range(9):
+            with region("current"), torch.no_grad():
+                layer(batch(rank.number, number).to(rank.device))
+            session.step()
+    top = {number: max(batch(i, number).float().max().item() for i in range(2)) for number in range(9)}
+    found = {key: value for key, value in session.seen.items() if key[0] == "layer_activation_max"}
+    assert found == {("layer_activation_max", number): top[number] for number in (0, 3, 6)} and alike(session.seen)
+    assert [number for name, number in session.seen if name == "layer_activation_scale_inv_max"] == [4, 8]
 
-    def run(net: torch.nn.Module) -> torch.Tensor:
-        with region("current"):
-            loss = net(x).float().square().mean()
-        loss.backward()
-        for p in net.parameters() if rank.number == 0 else ():
-            p.grad = torch.ones_like(p)  # whatever the precision
-        return loss
 
-    found = te.debug.bisect(run, model, progress=False)
-    return found.layers, found.verdict, found.runs
-
-
-def test_the_worst_rank_decides(two: Ranks) -> None:
-    """A rank that finds nothing wrong with its own result searches on with the others."""
-    first, second = two.run(seen_by_one)
-    assert first == second and first[:2] == (["1.up"], "found")
+@by_ranks("two")
+def test_statistics_in_ddp(rank: Rank) -> None:
+    """Those of all ranks' batches (training goes on as without them: test_ways.py)."""
+    features: dict[str, Any] = {"LogTensorStats": {"stats": ["l1_norm", "max"], "tensors": OPERANDS}}
+    features["LogFp8TensorStats"] = {"stats": ["scale_inv_max"], "tensors": OPERANDS}
+    layer = te.Linear(H, H, params_dtype=torch.bfloat16, device=rank.device, name="layer")
+    with Session(features) as session:
+        model = replicated(layer, rank)
+        for number in range(2):
+            with region("current"):
+                out = model(batch(rank.number, number).to(rank.device))
+            out.float().square().mean().backward()
+            session.step()
+    seen = session.seen
+    assert len(seen) == 2 * len(OPERANDS) * 3 and alike(seen)
+    for number in range(2):
+        batches = [batch(i, number).float() for i in range(rank.world)]
+        total, top = sum(b.abs().sum().item() for b in batches), max(b.abs().max().item() for b in batches)
+        assert seen["layer_activation_l1_norm", number] == pytest.approx(total, rel=1e-5)
+        assert seen["layer_activation_max", number] == max(b.max().item() for b in batches)
+        assert seen["layer_activation_scale_inv_max", number] == pytest.approx(top / 448, rel=0.01)

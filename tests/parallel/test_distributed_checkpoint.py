@@ -17,6 +17,7 @@ from te_core.recipe import DelayedScaling
 from tests.parallel.conftest import NCCL
 from tests.parallel.fsdp_steps import KINDS, STEPS, batch, build, mesh_of, optimizer_of, plain, shard, step
 from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.steps import by_ranks
 from tests.recipes import region, rule
 from tests.tolerances import DB, snr_db
 
@@ -151,8 +152,12 @@ def test_amaxes_that_cannot_be_one_on_any_rank(ranks_of: Callable[..., Ranks], t
     assert all("change the whole" in said for said in ranks_of(2, "cpu").run(loses, str(tmp_path)))
 
 
-def resumed(rank: Rank, folder: str, large: int) -> list[float]:
-    """The weight's scale a step after a checkpoint: of the training that goes on, and of the one that has loaded."""
+@pytest.mark.parametrize("large", [0, 1])
+@by_ranks("two")
+def test_the_maxima_of_shards_that_were_loaded(rank: Rank, tmp_path: Path, large: int) -> None:
+    """A checkpoint keeps one rank's of those that no reduction has seen: the others count what they have loaded, and a
+    step later the weight's scale is that of the training that goes on."""
+    folder = str(tmp_path / "saved")
     recipe = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
 
     def layer() -> Any:
@@ -180,11 +185,5 @@ def resumed(rank: Rank, folder: str, large: int) -> list[float]:
     for each in (module, other):
         step_of(each, 0.99)
         scales.append(float(each.weight.to_local()._scale_inv))
-    return scales
-
-
-@pytest.mark.parametrize("large", [0, 1])
-def test_the_maxima_of_shards_that_were_loaded(two: Ranks, tmp_path: Path, large: int) -> None:
-    """A checkpoint keeps one rank's of those that no reduction has seen: the others count what they have loaded."""
-    for going_on, again in two.run(resumed, str(tmp_path / "saved"), large):
-        assert again == pytest.approx(going_on, rel=0.125)  # as near as FP8 keeps the largest value
+    going_on, again = scales
+    assert again == pytest.approx(going_on, rel=0.125)  # as near as FP8 keeps the largest value

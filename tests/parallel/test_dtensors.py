@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_torch.tensors import Float8CurrentScalingQuantizer
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import by_ranks, error_of, says
 from tests.recipes import region
 
 WIDTH, ROWS = 64, 32
@@ -32,14 +34,9 @@ def distributed(module: Any, spread: Callable[[Any], Any]) -> Any:
     return module
 
 
-def said_of(act: Callable[[], Any]) -> str:
-    try:
-        return f"no error: {act()}"
-    except UnsupportedError as error:
-        return str(error)
-
-
-def refusals(rank: Rank, placement: Any) -> dict[str, str]:
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+@by_ranks("two")
+def test_dtensors_are_refused_by_name(rank: Rank, placement: Any) -> None:
     mesh = init_device_mesh(rank.device, (rank.world,))
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device=rank.device)
 
@@ -79,22 +76,17 @@ def refusals(rank: Rank, placement: Any) -> dict[str, str]:
         "a quantizer": lambda: quantizer(spread(x)),
         "a sharded model's part": without_its_unit,
     }
-    return {name: said_of(act) for name, act in ways.items()}
+    for way, act in ways.items():
+        said = error_of(act, UnsupportedError)
+        name = "Shard" if way == "a sharded model's part" else type(placement).__name__
+        text = rf"got a DTensor of shape \(\d+, .*\) with placements \({name}\(.*\),\)\."
+        assert re.search(text, said) and "transform" not in said, (way, said)
+        says(said, "fully_shard", "to_local()", "full_tensor()", "tp_group")
 
 
-def test_dtensors_are_refused_by_name(two: Ranks) -> None:
-    for placement in (Replicate(), Shard(0)):
-        for found in two.run(refusals, placement):
-            for way, said in found.items():
-                name = "Shard" if way == "a sharded model's part" else type(placement).__name__
-                text = rf"got a DTensor of shape \(\d+, .*\) with placements \({name}\(.*\),\)\."
-                assert re.search(text, said), (way, said)
-                assert "fully_shard" in said and "to_local()" in said and "full_tensor()" in said, (way, said)
-                assert "tp_group" in said and "transform" not in said, (way, said)
-
-
-def allowed(rank: Rank) -> list[torch.Tensor]:
-    """What the text says to do instead: the same result each time."""
+@by_ranks("two")
+def test_what_is_allowed_instead(rank: Rank) -> None:
+    """What the text says to do: the same result each time."""
     mesh = init_device_mesh(rank.device, (rank.world,))
     torch.manual_seed(1)
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device=rank.device)
@@ -103,9 +95,4 @@ def allowed(rank: Rank) -> list[torch.Tensor]:
     found = [plain(x), plain(distribute_tensor(x, mesh, [Replicate()]).to_local())]
     found += [plain(distribute_tensor(x, mesh, [Shard(0)]).full_tensor()), sharded(x)]
     sharded.unshard()
-    return [y.detach().cpu() for y in (*found, sharded[0](x))]
-
-
-def test_what_is_allowed_instead(two: Ranks) -> None:
-    for first, *others in two.run(allowed):
-        assert len(others) == 4 and all(torch.equal(first, y) for y in others)
+    assert all(torch.equal(found[0], y) for y in (*found[1:], sharded[0](x)))

@@ -16,10 +16,9 @@ from torch.distributed.fsdp import MixedPrecision, StateDictType
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_torch.training import fsdp
-from tests.covering import covering
 from tests.module_steps import values
-from tests.parallel.fsdp_steps import sent_in_gathers
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import by_ranks, counted, error_of, place_of, same, says, sent_to
 from tests.recipes import region, rule
 
 WIDTH = 256
@@ -35,77 +34,51 @@ class Block(torch.nn.Module):
         return self.second(self.first(x))
 
 
-def place_of(rank: Rank) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if rank.device == "cuda" else torch.device("cpu")
-
-
-def steps(rank: Rank, name: str | None, prepared: bool, checkpointed: bool = False) -> dict[str, Any]:
-    torch.manual_seed(0)
-    block, place = Block(rank.device), place_of(rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wrap = fsdp.FullyShardedDataParallel if prepared else TorchFSDP
-        model = wrap(block, use_orig_params=True, device_id=place)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs = []
-    for i in range(3):
-        x = values(64, WIDTH, dtype=torch.bfloat16, seed=10 * i + rank.number, device=rank.device)
+@pytest.mark.four_ranks(name="current")
+@pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
+@by_ranks()
+def test_what_is_sent(rank: Rank, name: str | None) -> None:
+    """Copies of three weights more, in equal parts: a byte an element and copy (a small one has both in a block), and
+    its scales. (Results are those of torch's wrapper: test_ways.py.)"""
+    sent = []
+    for wrap in (fsdp.FullyShardedDataParallel, TorchFSDP):
+        torch.manual_seed(0)
+        model = wrap(Block(rank.device), use_orig_params=True, device_id=place_of(rank))
         with region(name):
-            y = te.checkpoint(model, x.requires_grad_()) if checkpointed else model(x)
-        with sent_in_gathers() as gathers:
+            y = model(values(64, WIDTH, dtype=torch.bfloat16, seed=rank.number, device=rank.device))
+        with counted() as calls:
             y.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        outputs.append(y.detach().cpu())
-    modules = [m for m in model.modules() if isinstance(m, te.LayerNormLinear | te.LayerNormMLP)]
-    return {"y": outputs, "sent": gathers, "wrapped": [(m.fsdp_wrapped, m.fsdp_group is not None) for m in modules]}
+        sent.append(sent_to("all_gather", calls))
+        modules = [m for m in model.modules() if isinstance(m, te.LayerNormLinear | te.LayerNormMLP)]
+        prepared = wrap is not TorchFSDP
+        assert [(m.fsdp_wrapped, m.fsdp_group is not None) for m in modules] == [(prepared, prepared)] * 2
+    n = WIDTH * WIDTH // rank.world
+    assert len(sent[0]) - len(sent[1]) == (0 if name is None else 3), sent
+    assert name is None or all(n <= size < 2.2 * n for size in sorted(sent[0])[:3]), sent
 
 
-@pytest.mark.four_ranks(checkpointed=False, name="current")
-@covering(checkpointed=[False, True], name=[None, "delayed", "current", "block"])
-def test_steps_are_the_same(ranks: Ranks, name: str | None, checkpointed: bool) -> None:
-    spread, whole = (ranks.run(steps, name, prepared, checkpointed) for prepared in (True, False))
-    for a, b in zip(spread, whole, strict=True):
-        assert all(torch.equal(p, q) for p, q in zip(a["y"], b["y"], strict=True))
-        assert a["wrapped"] == [(True, True)] * 2 and b["wrapped"] == [(False, False)] * 2
-        more = len(a["sent"]) - len(b["sent"])
-        # Three weights, of which a copy was spread; what a checkpoint runs again is not.
-        assert more == (0 if name is None or checkpointed else 3), (a["sent"], b["sent"])
-        if more:  # a byte an element and copy (a small one has both in a block), its scales, in equal parts
-            n = WIDTH * WIDTH // ranks.world
-            assert all(n <= size < 2.2 * n for size in sorted(a["sent"])[:3]), a["sent"]
+@by_ranks()
+def test_scales_keep_their_type(rank: Rank) -> None:
+    """FSDP1 would hold all buffers in the type that a policy names. (The model had its state when FSDP1 took it.)"""
+    outputs: list[list[torch.Tensor]] = [[], []]
+    for found, dtype in zip(outputs, (torch.bfloat16, None), strict=True):
+        torch.manual_seed(0)
+        block = Block(rank.device)
+        te.prepare_state(block, rule("delayed"))  # type: ignore[arg-type]
+        mixed = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=dtype)
+        model = TorchFSDP(block, use_orig_params=True, device_id=place_of(rank), mixed_precision=mixed)
+        for i in range(3):
+            with region("delayed"):
+                y = model(values(64, WIDTH, dtype=torch.bfloat16, seed=10 * i + rank.number, device=rank.device))
+            y.float().square().mean().backward()
+            found.append(y)
+        assert {buffer.dtype for buffer in block.buffers()} == {torch.float32}
+    assert same(*outputs)
 
 
-def in_another_type(rank: Rank, dtype: torch.dtype | None) -> tuple[list[torch.Tensor], set[torch.dtype]]:
-    """Steps of a model that had its state when FSDP1 took it, and what types its buffers are in afterwards."""
-    torch.manual_seed(0)
-    block = Block(rank.device)
-    te.prepare_state(block, rule("delayed"))
-    place = place_of(rank)
-    mixed = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = TorchFSDP(block, use_orig_params=True, device_id=place, mixed_precision=mixed)
-    outputs = []
-    for i in range(3):
-        with region("delayed"):
-            y = model(values(64, WIDTH, dtype=torch.bfloat16, seed=10 * i + rank.number, device=rank.device))
-        y.float().square().mean().backward()
-        outputs.append(y.detach().cpu())
-    return outputs, {buffer.dtype for buffer in block.buffers()}
-
-
-def test_scales_keep_their_type(ranks: Ranks) -> None:
-    """FSDP1 would hold all buffers in the type that a policy names."""
-    for (a, kept), (b, _) in zip(
-        ranks.run(in_another_type, torch.bfloat16), ranks.run(in_another_type, None), strict=True
-    ):
-        assert kept == {torch.float32}
-        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-
-
-def as_a_class(rank: Rank) -> dict[str, bool]:
-    """What programs do with the class, and with the wrapper that a program derives from it."""
+@by_ranks()
+def test_the_wrapper_is_a_class(rank: Rank) -> None:
+    """What programs do with it, and with the wrapper that a program derives from it."""
     place = place_of(rank)
     later: Any = fsdp.FullyShardedDataParallel
 
@@ -116,23 +89,14 @@ def as_a_class(rank: Rank) -> dict[str, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with later.state_dict_type(models[0], StateDictType.FULL_STATE_DICT):
-            whole = models[0].state_dict()["first.weight"].shape == (WIDTH, WIDTH)
+            assert models[0].state_dict()["first.weight"].shape == (WIDTH, WIDTH)
         with later.summon_full_params(models[1]):
-            summoned = models[1].first.weight.shape == (WIDTH, WIDTH)
-    return {
-        "instance": all(isinstance(m, later) and isinstance(m, TorchFSDP) and m.first.fsdp_wrapped for m in models),
-        "not of it": not isinstance(Block(rank.device), later) and not issubclass(TorchFSDP, later),
-        "derived": issubclass(Own, later) and issubclass(Own, TorchFSDP) and issubclass(later, TorchFSDP),
-        "named": type(models[0]).__name__ == TorchFSDP.__name__ and f"{later.__name__}(" in repr(models[0]),
-        "pickled": pickle.loads(pickle.dumps(later)) is later,
-        "whole": whole,
-        "summoned": summoned,
-    }
-
-
-def test_the_wrapper_is_a_class(ranks: Ranks) -> None:
-    for found in ranks.run(as_a_class):
-        assert all(found.values()), found
+            assert models[1].first.weight.shape == (WIDTH, WIDTH)
+    assert all(isinstance(m, later) and isinstance(m, TorchFSDP) and m.first.fsdp_wrapped for m in models)
+    assert not isinstance(Block(rank.device), later) and not issubclass(TorchFSDP, later)
+    assert issubclass(Own, later) and issubclass(Own, TorchFSDP) and issubclass(later, TorchFSDP)
+    assert type(models[0]).__name__ == TorchFSDP.__name__ and f"{later.__name__}(" in repr(models[0])
+    assert pickle.loads(pickle.dumps(later)) is later
 
 
 @pytest.mark.more
@@ -147,45 +111,16 @@ def test_torchs_wrapper_is_not_imported_before() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def compiled(rank: Rank) -> list[torch.Tensor]:
-    """Outputs of an eager model, then of a compiled one, which a compiler traces with the wrapper around it."""
-    found = []
-    for traced in (False, True):
-        torch.manual_seed(0)
-        model = TorchFSDP(Block(rank.device), use_orig_params=True, device_id=place_of(rank))
-        run = torch.compile(model, backend="aot_eager") if traced else model
-        for i in range(2):
-            y = run(values(64, WIDTH, dtype=torch.bfloat16, seed=i + rank.number, device=rank.device))
-            y.float().square().mean().backward()
-        found.append(y.detach().float().cpu())
-    return found
-
-
-@pytest.mark.more
-def test_compiled(ranks: Ranks) -> None:
-    for eager, traced in ranks.run(compiled):
-        assert torch.equal(eager, traced)
-
-
-def refused(rank: Rank) -> list[str]:
-    said = []
+@by_ranks("pair")
+def test_what_is_refused(rank: Rank) -> None:
     layer = te.Linear(WIDTH, WIDTH, device=rank.device)
-    with pytest.raises(TypeError, match="FSDP1") as plain:
-        fsdp.prepare_te_modules_for_fsdp(layer)
-    said.append(str(plain.value))
+    says(error_of(lambda: fsdp.prepare_te_modules_for_fsdp(layer), TypeError), "FSDP1", "fully_shard")
     with te.quantized_model_init(recipe=rule("current")):
         held = te.Linear(WIDTH, WIDTH, device=rank.device)
     wrapped = object.__new__(TorchFSDP)
     torch.nn.Module.__init__(wrapped)
     wrapped._fsdp_wrapped_module = held
     wrapped.process_group = None
-    with pytest.raises(UnsupportedError, match="held quantized") as quantized:
-        fsdp.prepare_te_modules_for_fsdp(wrapped)
-    said.append(str(quantized.value))
+    said = error_of(lambda: fsdp.prepare_te_modules_for_fsdp(wrapped), UnsupportedError)
+    says(said, "held quantized", "fully_shard")
     assert not held.fsdp_wrapped
-    return said
-
-
-def test_what_is_refused(pair: Ranks) -> None:
-    first, second = pair.run(refused)
-    assert first == second and "fully_shard" in first[0] and "fully_shard" in first[1]

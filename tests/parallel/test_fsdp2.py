@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import te_torch as te
 from te_core.errors import UnsupportedError
@@ -25,13 +25,14 @@ from tests.parallel.fsdp_steps import (
     build,
     mesh_of,
     optimizer_of,
+    own,
     plain,
-    sent_in_gathers,
     shard,
     step,
     train,
 )
 from tests.parallel.ranks import Outcome, Rank, Ranks
+from tests.parallel.steps import alike, by_ranks, counted, error_of, everyones, same, says, sent_to
 from tests.recipes import rule
 from tests.tolerances import snr_db
 
@@ -40,22 +41,17 @@ OWN_MAXIMA = ("current", "nvfp4 nearest")
 FULL = pytest.mark.full
 
 
-def trained(rank: Rank, name: str | None, quantized: bool, reshard: bool) -> dict[str, Any]:
-    model = build(name, quantized, rank.device)
-    shard(model, mesh_of(rank.device, rank.world), reshard)
-    with sent_in_gathers() as sent:
-        outputs = train(model, name, range(rank.number, rank.number + 1), rank.device)
+def trained(rank: Rank, name: str | None, quantized: bool) -> dict[str, Any]:
+    model = shard(build(name, quantized, rank.device), mesh_of(rank.device, rank.world))
+    with counted() as calls:
+        outputs = train(model, name, own(rank), rank.device)
     weight: Any = model[0].weight  # type: ignore[index]
     local = weight.to_local()
-    return {
-        "y": outputs,
-        "sent": sent,
-        "class": type(local).__name__,
-        "weights": [plain(p) for p in model.parameters()],
-        "scale": getattr(local, "_scale_inv", torch.ones(1)).cpu(),
-        "dtensors": all(isinstance(p, DTensor) for p in model.parameters()),
-        "sharded": model[0].is_fsdp2,  # type: ignore[index]
-    }
+    assert all(isinstance(p, DTensor) for p in model.parameters()) and model[0].is_fsdp2  # type: ignore[index]
+    assert type(local).__name__ == (HELD[name] if quantized and name else "Tensor")
+    assert rank.world == 1 or sent_to("all_gather", calls) == derived_bytes(name, quantized, rank.world) * STEPS
+    assert name not in ("delayed", "current") or alike(getattr(local, "_scale_inv", None))
+    return {"y": outputs, "weights": [plain(p) for p in model.parameters()]}
 
 
 CASES = [(None, False)] + [(name, quantized) for name in KINDS for quantized in (False, True)]
@@ -72,15 +68,9 @@ def cases(*some: tuple[str | None, bool]) -> pytest.MarkDecorator:
 @cases((None, False), ("current", False), *((name, True) for name in KINDS))
 def test_shards_train_as_the_whole(ranks: Ranks, name: str | None, quantized: bool) -> None:
     """And quantized weights travel as the bytes that they are: derived, then counted."""
-    found = ranks.run(trained, name, quantized, True)
-    device = ranks.device
+    found, device = ranks.run(trained, name, quantized), ranks.device
     whole = build(name, quantized, device)
     wanted = train(whole, name, range(ranks.world), device)
-    for f in found:
-        assert f["sent"] == derived_bytes(name, quantized, ranks.world) * STEPS
-        assert f["dtensors"] and f["sharded"] and f["class"] == (HELD[name] if quantized and name else "Tensor")
-        if quantized and name in ("delayed", "current"):
-            assert torch.equal(f["scale"], found[0]["scale"])
     ys = [torch.cat([f["y"][i] for f in found]) for i in range(STEPS)]
     if name not in OWN_MAXIMA:  # but for the order in which a product of fewer rows adds
         assert snr_db(ys[0], wanted[0]) > 45
@@ -92,14 +82,6 @@ def test_shards_train_as_the_whole(ranks: Ranks, name: str | None, quantized: bo
         if p.ndim == 2:
             assert snr_db(got, plain(p)) > (15 if name == "nvfp4 nearest" else 28), i
     assert snr_db(ys[-1], wanted[0]) < 60, "nothing was learned"
-
-
-@pytest.mark.parametrize("name", [k if k in ("current", "mxfp8") else pytest.param(k, marks=FULL) for k in KINDS])
-def test_gathered_once_for_both_passes(two: Ranks, name: str) -> None:
-    """`reshard_after_forward=False` computes the same."""
-    for kept, again in zip(two.run(trained, name, True, False), two.run(trained, name, True, True), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(kept["y"], again["y"], strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(kept["weights"], again["weights"], strict=True))
 
 
 def derived_bytes(name: str | None, quantized: bool, world: int) -> list[int]:
@@ -120,19 +102,6 @@ def derived_bytes(name: str | None, quantized: bool, world: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-def memory_after(rank: Rank, name: str | None, quantized: bool, counts: tuple[int, int]) -> list[int]:
-    model = build(name, quantized, rank.device)
-    shard(model, mesh_of(rank.device, rank.world))
-    optimizer = optimizer_of(model, "AdamW")
-    found = []
-    for i in range(max(counts)):
-        step(model, optimizer, name, batch(rank.number, i % 3, rank.device))
-        if i + 1 in counts:
-            gc.collect()
-            found.append(torch.cuda.memory_allocated() if rank.device == "cuda" else living_bytes())
-    return found
-
-
 def living_bytes() -> int:
     """The memory of all tensors that there are."""
     sizes: dict[int, int] = {}
@@ -144,40 +113,33 @@ def living_bytes() -> int:
 
 
 @cases(("delayed", False), ("current", True), ("mxfp8", True))
-def test_memory_is_flat(ranks: Ranks, name: str | None, quantized: bool) -> None:
+@by_ranks()
+def test_memory_is_flat(rank: Rank, name: str | None, quantized: bool) -> None:
     """After 10 steps as after 5."""
-    for early, late in ranks.run(memory_after, name, quantized, (5, 10)):
-        assert early == late > 0
+    model = shard(build(name, quantized, rank.device), mesh_of(rank.device, rank.world))
+    optimizer, found = optimizer_of(model, "AdamW"), []
+    for i in range(10):
+        step(model, optimizer, name, batch(rank.number, i % 3, rank.device))
+        if i in (4, 9):
+            gc.collect()
+            found.append(torch.cuda.memory_allocated() if rank.device == "cuda" else living_bytes())
+    assert found[0] == found[1] > 0
 
 
 # ---------------------------------------------------------------------------------------------- meshes, optimizers
 
 
-def hybrid(rank: Rank, name: str | None, quantized: bool) -> list[Any]:
-    model = build(name, quantized, rank.device)
-    shard(model, mesh_of(rank.device, 2, rank.world // 2))
-    outputs = train(model, name, range(rank.number, rank.number + 1), rank.device)
-    return [outputs, [plain(p) for p in model.parameters()]]
-
-
 @pytest.mark.four_ranks
 @cases(("current", True))
-def test_a_mesh_of_two_dimensions(four: Ranks, name: str | None, quantized: bool) -> None:
+@by_ranks("four")
+def test_a_mesh_of_two_dimensions(rank: Rank, name: str | None, quantized: bool) -> None:
     """Two replicas of two shards each: ranks 0 and 2 hold the same shard."""
-    found = four.run(hybrid, name, quantized)
-    wanted = train(build(name, quantized, four.device), name, range(4), four.device)
-    for a, b in ((0, 2), (1, 3)):
-        assert all(torch.equal(p, q) for p, q in zip(found[a][1], found[b][1], strict=True))
-    last = torch.cat([outputs[-1] for outputs, _ in found])
-    assert snr_db(last, wanted[-1]) > (12 if name == "nvfp4 nearest" else 25)
-
-
-def optimized(rank: Rank, name: str, kind: str, options: dict[str, Any]) -> list[Any]:
-    model = build(name, True, rank.device)
-    shard(model, mesh_of(rank.device, rank.world))
-    optimizer = optimizer_of(model, kind, **options)
-    outputs = train(model, name, range(rank.number, rank.number + 1), rank.device, optimizer)
-    return [outputs[-1], [plain(p) for p in model.parameters()], len(optimizer.state)]
+    model = shard(build(name, quantized, rank.device), mesh_of(rank.device, 2, rank.world // 2))
+    outputs = everyones(train(model, name, own(rank), rank.device)[-1])
+    shards = everyones([plain(p) for p in model.parameters()])
+    assert same(shards[0], shards[2]) and same(shards[1], shards[3])
+    wanted = train(build(name, quantized, rank.device), name, range(4), rank.device)
+    assert snr_db(torch.cat(outputs), wanted[-1]) > (12 if name == "nvfp4 nearest" else 25)
 
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -189,17 +151,20 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @covering(name=["delayed", "current", "block", "mxfp8"], form=OPTIMIZERS)
-def test_optimizers(two: Ranks, name: str, form: str) -> None:
+@by_ranks("two")
+def test_optimizers(rank: Rank, name: str, form: str) -> None:
     """Of all forms the update is the same, but for what rounding between its steps changes."""
     kind, options = OPTIMIZERS[form]
-    found = two.run(optimized, name, kind, options)
-    assert all(count == 4 for *_, count in found)
+    model = shard(build(name, True, rank.device), mesh_of(rank.device, rank.world))
+    optimizer = optimizer_of(model, kind, **options)
+    train(model, name, own(rank), rank.device, optimizer)
+    assert len(optimizer.state) == 4
     if kind == "AdamW":
-        alone = build(name, True, two.device)
-        train(alone, name, range(2), two.device, optimizer_of(alone, "AdamW", foreach=False))
-        for i, p in enumerate(alone.parameters()):
-            got = torch.cat([weights[i] for _, weights, _ in found])
-            assert p.ndim == 1 or snr_db(got, plain(p)) > 25
+        alone = build(name, True, rank.device)
+        train(alone, name, range(2), rank.device, optimizer_of(alone, "AdamW", foreach=False))
+        found = zip(*everyones([plain(p) for p in model.parameters()]), strict=True)
+        for parts, p in zip(found, alone.parameters(), strict=True):
+            assert p.ndim == 1 or snr_db(torch.cat(parts), plain(p)) > 25
 
 
 # -------------------------------------------------------------------------------------------------- uneven shards
@@ -207,10 +172,8 @@ def test_optimizers(two: Ranks, name: str, form: str) -> None:
 
 def uneven(rank: Rank, name: str, width: int) -> dict[str, Any]:
     """A first layer whose rows the ranks cannot share alike."""
-    model = build(name, True, rank.device, width)
-    shard(model, mesh_of(rank.device, rank.world))
-    outputs = train(model, name, range(rank.number, rank.number + 1), rank.device)
-    return {"y": outputs, "weights": [plain(p) for p in model.parameters()]}
+    model = shard(build(name, True, rank.device, width), mesh_of(rank.device, rank.world))
+    return {"y": train(model, name, own(rank), rank.device), "weights": [plain(p) for p in model.parameters()]}
 
 
 @pytest.mark.four_ranks(name="current", width=3)
@@ -294,28 +257,21 @@ def test_a_shard_of_whole_blocks_judges_the_last_one(name: str, block: int) -> N
     weight.fsdp_pre_all_gather(Mesh(), torch.Size([3 * block, WIDTH]), None, layer, None)
 
 
-def along_columns(rank: Rank, name: str) -> str:
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
-
+@pytest.mark.parametrize("name", ["current", "block"])
+@by_ranks("pair")
+def test_shards_of_columns_are_refused(rank: Rank, name: str) -> None:
     with te.quantized_model_init(recipe=rule(name)):
         layer = te.Linear(WIDTH, WIDTH, bias=False, device=rank.device, params_dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="cut along their first dimension") as error:
-        fully_shard(layer, mesh=mesh_of(rank.device, rank.world), shard_placement_fn=lambda p: Shard(1))
-    return str(error.value)
-
-
-@pytest.mark.parametrize("name", ["current", "block"])
-def test_shards_of_columns_are_refused(pair: Ranks, name: str) -> None:
-    for said in pair.run(along_columns, name):
-        assert "Linear.weight" in said and "shard_placement_fn" in said
+    mesh, columns = mesh_of(rank.device, rank.world), lambda p: Shard(1)
+    said = error_of(lambda: fully_shard(layer, mesh=mesh, shard_placement_fn=columns), UnsupportedError)
+    says(said, "cut along their first dimension", "Linear.weight", "shard_placement_fn")
 
 
 def test_one_rank(ranks_of: Callable[..., Ranks]) -> None:
     """A mesh of one rank, where torch takes one buffer of a parameter."""
     alone = ranks_of(1, "cpu")
     for name in ("current", "mxfp8"):  # one tensor that travels, and several
-        (found,) = alone.run(trained, name, True, True)
+        (found,) = alone.run(trained, name, True)
         wanted = train(build(name, True, "cpu"), name, range(1), "cpu")
         assert all(snr_db(a, b) > 30 for a, b in zip(found["y"], wanted, strict=True)), name
 
@@ -323,36 +279,26 @@ def test_one_rank(ranks_of: Callable[..., Ranks]) -> None:
 # ------------------------------------------------------------------------------------- what is made once, and when not
 
 
-def agreed(rank: Rank, options: dict[str, Any]) -> dict[str, Any]:
-    model = build("current", True, rank.device)
-    shard(model, mesh_of(rank.device, rank.world))
+@pytest.mark.parametrize(("options", "numbers"), [({"fused": True}, [2]), ({"foreach": False}, [1] * 4)])
+@by_ranks("two")
+def test_shards_agree_in_one_message(rank: Rank, options: dict[str, Any], numbers: list[int]) -> None:
+    """Of all weights that one operator changes; and by themselves where each is changed by its own."""
+    model = shard(build("current", True, rank.device), mesh_of(rank.device, rank.world))
     optimizer = optimizer_of(model, "AdamW", **options)
     step(model, optimizer, "current", batch(rank.number, 0, rank.device))
-    sizes: list[int] = []
-    reduce = dist.all_reduce
-
-    def noting(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(t.numel())
-        return reduce(t, *args, **kwargs)
-
-    for layer in model:
-        layer.weight.grad = torch.zeros_like(layer.weight)  # type: ignore[assignment]
-    with mock.patch.object(dist, "all_reduce", noting):
+    layers: Any = model
+    for layer in layers:
+        layer.weight.grad = torch.zeros_like(layer.weight)
+    with counted() as calls:
         optimizer.step()
-    return {"sizes": sizes, "scales": [layer.weight.to_local()._scale_inv.cpu() for layer in model]}  # type: ignore[operator]
+    assert sent_to("all_reduce", calls) == [4 * number for number in numbers]
+    assert alike([layer.weight.to_local()._scale_inv for layer in layers])
 
 
-def test_shards_agree_in_one_message(two: Ranks) -> None:
-    """Of all weights that one operator changes; and by themselves where each is changed by its own."""
-    together, other = two.run(agreed, {"fused": True})
-    assert together["sizes"] == [2] and all(map(torch.equal, together["scales"], other["scales"]))
-    each, other = two.run(agreed, {"foreach": False})
-    assert each["sizes"] == [1] * 4 and all(map(torch.equal, each["scales"], other["scales"]))
-
-
-def arrivals(rank: Rank, name: str) -> None:
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_bytes_that_arrive_elsewhere(name: str) -> None:
     """What FSDP2 hands over, in the memory of before and in another one."""
-    weight = build(name, True, rank.device)[0].weight.detach()  # type: ignore[operator]
+    weight = build(name, True, "cpu")[0].weight.detach()  # type: ignore[operator]
     sent, metadata = weight.fsdp_pre_all_gather(None, None, None, None, None)  # type: ignore[operator]
     again, same = weight.fsdp_pre_all_gather(None, None, None, None, None)  # type: ignore[operator]
     assert same is metadata and all(a is b for a, b in zip(sent, again, strict=True))
@@ -367,8 +313,3 @@ def arrivals(rank: Rank, name: str) -> None:
         weight.fsdp_post_all_gather(memory, metadata, torch.bfloat16, out=whole)  # type: ignore[operator]
         assert torch.equal(plain(whole), plain(weight))
         assert whole.to_core().rowwise.ptr == memory[0].data_ptr()
-
-
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
-def test_bytes_that_arrive_elsewhere(ranks_of: Callable[..., Ranks], name: str) -> None:
-    ranks_of(1, "cpu").run(arrivals, name)

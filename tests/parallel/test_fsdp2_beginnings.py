@@ -19,8 +19,9 @@ import te_torch as te
 from te_core.errors import UnsupportedError
 from tests.covering import covering
 from tests.module_steps import values
-from tests.parallel.fsdp_steps import HELD, KINDS, ROWS, WIDTH, batch, build, mesh_of, plain, shard, train
+from tests.parallel.fsdp_steps import HELD, KINDS, ROWS, WIDTH, batch, build, mesh_of, own, plain, shard, train
 from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.steps import alike, by_ranks, error_of, everyones, same, says
 from tests.recipes import region, rule
 
 
@@ -53,7 +54,11 @@ def write(model: torch.nn.Module, rank: Rank, how: str) -> None:
                 local.copy_(rows.to(local.device))
 
 
-def written(rank: Rank, name: str, how: str) -> dict[str, Any]:
+@pytest.mark.four_ranks(name="delayed", how="state dict")
+@covering(name=[kind for kind in KINDS if kind != "nvfp4 nearest"], how=["state dict", "shards"])
+@by_ranks()
+def test_values_before_the_first_forward(rank: Rank, name: str, how: str) -> None:
+    """What is written to shards is quantized as the whole would be, with one scale where the whole has one."""
     model, whole = build(name, True, rank.device), build(name, True, rank.device)
     shard(model, mesh_of(rank.device, rank.world))
     write(model, rank, how)
@@ -61,29 +66,13 @@ def written(rank: Rank, name: str, how: str) -> dict[str, Any]:
     with torch.no_grad(), region(name):
         x = batch(0, 0, rank.device)
         y, wanted = model(x), whole(x)
-    scale = getattr(model[0].weight.to_local(), "_scale_inv", torch.ones(1))  # type: ignore[operator, union-attr]
-    same = [plain(w).chunk(rank.world)[rank.number] for w in whole.parameters()]
-    return {
-        "y": y.cpu(),
-        "wanted": wanted.cpu(),
-        "scale": scale.clone().cpu(),
-        "weights": [plain(p) for p in model.parameters()],
-        "same": same,
-    }
-
-
-@pytest.mark.four_ranks(name="delayed", how="state dict")
-@covering(name=[kind for kind in KINDS if kind != "nvfp4 nearest"], how=["state dict", "shards"])
-def test_values_before_the_first_forward(ranks: Ranks, name: str, how: str) -> None:
-    """What is written to shards is quantized as the whole would be, with one scale where the whole has one."""
-    found = ranks.run(written, name, how)
-    for f in found:
-        if name in ("delayed", "current"):
-            assert torch.equal(f["scale"], found[0]["scale"])
-        assert all(torch.equal(a, b) for a, b in zip(f["weights"], f["same"], strict=True))
-        assert torch.equal(f["y"], f["wanted"]) and f["y"].abs().max() > 0
+    assert torch.equal(y, wanted) and y.abs().max() > 0
+    first: Any = model[0].weight  # type: ignore[index]
+    assert name not in ("delayed", "current") or alike(first.to_local()._scale_inv)
+    weights = [plain(p) for p in model.parameters()]
+    assert same(weights, [plain(w).chunk(rank.world)[rank.number] for w in whole.parameters()])
     # The greatest value is there as it was written, not clipped to what the layer began with.
-    top = torch.stack([f["weights"][0].abs().amax() for f in found]).amax()
+    top = max(everyones(weights[0].abs().amax()))
     assert 0.99 < top / uneven_values(WIDTH, 0, WIDTH).abs().amax() < 1.01
 
 
@@ -105,7 +94,7 @@ def later(rank: Rank, name: str, empty: bool, rows: int) -> dict[str, Any]:
     made = {"class": type(first.to_local()).__name__, "initial": plain(first), "placed": str(first.placements)}
     made["scale"] = getattr(first.to_local(), "_scale_inv", torch.ones(1)).clone().cpu()
     write(model, rank, "shards")
-    made["y"] = train(model, name, range(rank.number, rank.number + 1), rank.device)
+    made["y"] = train(model, name, own(rank), rank.device)
     made["weights"] = [plain(p) for p in model.parameters()]
     return made
 
@@ -115,7 +104,7 @@ def at_once(rank: Rank, name: str, rows: int) -> dict[str, Any]:
     model = build(name, True, rank.device, rows)
     shard(model, mesh_of(rank.device, rank.world))
     write(model, rank, "shards")
-    ys = train(model, name, range(rank.number, rank.number + 1), rank.device)
+    ys = train(model, name, own(rank), rank.device)
     return {"y": ys, "weights": [plain(p) for p in model.parameters()]}
 
 
@@ -145,7 +134,8 @@ def test_memory_after_an_uneven_cut(ranks: Ranks, name: str, rows: int) -> None:
         assert name == "delayed" or all(torch.equal(a, b) for a, b in zip(f["y"], w["y"], strict=True))
 
 
-def filled_by_a_checkpoint(rank: Rank) -> list[str]:
+@by_ranks("two")
+def test_weights_that_stayed_plain(rank: Rank) -> None:
     """Without `reset_parameters`, as many programs have it: what a layer says in its first two forwards."""
     with te.quantized_model_init(recipe=rule("current")):
         layer = te.Linear(WIDTH, WIDTH, device="meta", params_dtype=torch.bfloat16)
@@ -154,39 +144,35 @@ def filled_by_a_checkpoint(rank: Rank) -> list[str]:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(2):
             with te.autocast(recipe=rule("current")):
                 layer(batch(rank.number, i, rank.device))
-    return [str(w.message) for w in said if "reset_parameters" in str(w.message)]
+    (said,) = [str(w.message) for w in caught if "reset_parameters" in str(w.message)]
+    says(said, "weight was made on the meta device", "torch.bfloat16")
 
 
-def test_weights_that_stayed_plain(two: Ranks) -> None:
-    for said in two.run(filled_by_a_checkpoint):
-        assert len(said) == 1 and "weight was made on the meta device" in said[0] and "torch.bfloat16" in said[0]
-
-
-def cut_through_a_block(rank: Rank) -> str:
+@by_ranks("pair")
+def test_blocks_are_counted_there_too(rank: Rank) -> None:
     with te.quantized_model_init(recipe=rule("block")):
         layer = te.Linear(WIDTH, 192, device="meta", params_dtype=torch.bfloat16)
     fully_shard(layer, mesh=mesh_of(rank.device, rank.world))
     layer.to_empty(device=rank.device)
-    with pytest.raises(UnsupportedError, match="cut through a block of 128") as error:
-        layer.reset_parameters()
-    return str(error.value)
-
-
-def test_blocks_are_counted_there_too(pair: Ranks) -> None:
-    for said in pair.run(cut_through_a_block):
-        assert "Linear.weight" in said and "a multiple of 256" in said
+    said = error_of(layer.reset_parameters, UnsupportedError)
+    says(said, "cut through a block of 128", "Linear.weight", "a multiple of 256")
 
 
 # ------------------------------------------------------------------------------------- another type, and meanwhile
 
 
-def in_another_type(rank: Rank, name: str) -> list[Any]:
-    """Weights of nominal float32 under a policy of bfloat16, and weights of bfloat16 without one."""
+@pytest.mark.parametrize(  # not delayed, whose scale is of the initial values
+    "name", ["current", "mxfp8", *(pytest.param(name, marks=pytest.mark.full) for name in ("block", "nvfp4 nearest"))]
+)
+@by_ranks()
+def test_a_policy_of_mixed_precision(rank: Rank, name: str) -> None:
+    """`param_dtype` is what layers compute in, whatever type the quantized weights stand for: those of nominal float32
+    under a policy of bfloat16, and weights of bfloat16 without one."""
     made = []
     for nominal, policy in ((torch.float32, torch.bfloat16), (torch.bfloat16, None)):
         with te.quantized_model_init(recipe=rule(name)):
@@ -198,24 +184,27 @@ def in_another_type(rank: Rank, name: str) -> list[Any]:
             with region(name):
                 y = layer(batch(0, 0, rank.device))
             y.float().square().mean().backward()
-        made.append((y.detach().cpu(), layer.weight.grad.to_local().cpu(), layer.weight.dtype))
-    return made
+        grad = layer.weight.grad.to_local()
+        made.append((y, grad.float()))
+        assert layer.weight.dtype is nominal and grad.dtype is nominal and y.dtype is torch.bfloat16
+    assert same(*made)
 
 
-@pytest.mark.parametrize(  # not delayed, whose scale is of the initial values
-    "name", ["current", "mxfp8", *(pytest.param(name, marks=pytest.mark.full) for name in ("block", "nvfp4 nearest"))]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "delayed",
+        "mxfp8",
+        *(pytest.param(n, marks=pytest.mark.full) for n in (None, "current", "block", "nvfp4 nearest")),
+    ],
 )
-def test_a_policy_of_mixed_precision(ranks: Ranks, name: str) -> None:
-    """`param_dtype` is what layers compute in, whatever type the quantized weights stand for."""
-    for (y, grad, dtype), (wanted, wanted_grad, _) in ranks.run(in_another_type, name):
-        assert dtype is torch.float32 and grad.dtype is torch.float32 and y.dtype is torch.bfloat16
-        assert torch.equal(y, wanted) and torch.equal(grad, wanted_grad.float())
-
-
-def saved_meanwhile(rank: Rank, name: str | None, folder: str) -> list[Any]:
+@by_ranks("two")
+def test_an_asynchronous_checkpoint(rank: Rank, tmp_path: Path, name: str | None) -> None:
+    """Torch copies the shards aside with all that they hold, and writes while training goes on."""
+    folder = str(tmp_path / "saved")
     model = build(name, name is not None, rank.device)
     shard(model, mesh_of(rank.device, rank.world))
-    train(model, name, range(rank.number, rank.number + 1), rank.device)
+    train(model, name, own(rank), rank.device)
     group = dist.new_group(backend="gloo")
     dcp.async_save(model.state_dict(), checkpoint_id=folder, process_group=group).result()  # type: ignore[union-attr]
     before = [plain(p) for p in model.parameters()]
@@ -228,18 +217,5 @@ def saved_meanwhile(rank: Rank, name: str | None, folder: str) -> list[Any]:
     other.load_state_dict(found)
     with torch.no_grad(), region(name) if name else nullcontext():
         x = batch(0, 0, rank.device)
-        same = torch.equal(model(x), other(x))
-    return [same, all(torch.equal(a, plain(p)) for a, p in zip(before, other.parameters(), strict=True))]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "delayed",
-        "mxfp8",
-        *(pytest.param(n, marks=pytest.mark.full) for n in (None, "current", "block", "nvfp4 nearest")),
-    ],
-)
-def test_an_asynchronous_checkpoint(two: Ranks, tmp_path: Path, name: str | None) -> None:
-    """Torch copies the shards aside with all that they hold, and writes while training goes on."""
-    assert two.run(saved_meanwhile, name, str(tmp_path / "saved")) == [[True, True]] * 2
+        assert torch.equal(model(x), other(x))
+    assert same(before, [plain(p) for p in other.parameters()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,8 @@ import te_torch as te
 from te_core.tape.taped import Taped
 from tests.host_steps import calls, worded
 from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import by_ranks, counted
 from tests.recipes import region
 from tests.recordings import tapes
 
@@ -26,27 +26,14 @@ WEIGHTS = 2
 #: for a weight than where a plan remembered them, 17 in mxfp8; a microsecond or two).
 MORE_IN_PASSES = {"delayed": 45, "current": 49, "block": 58, "mxfp8": 84}
 MORE_IN_OPTIMIZER = {"delayed": 66, "current": 90, "block": 64, "mxfp8": 88}
-SENDING = (
-    "all_reduce",
-    "all_gather_single",
-    "all_gather_into_tensor",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-)
 
 
-def counted(rank: Rank, name: str, fused: bool) -> dict[str, Any]:
-    """What `counts_of` finds where calls are replayed."""
-    with tapes("first"):
-        return counts_of(rank, name, fused)
-
-
-def counts_of(rank: Rank, name: str, fused: bool) -> dict[str, Any]:
+def counts_of(rank: Rank, name: str) -> dict[str, Any]:
     """Calls of a step's passes and of its optimizer, bf16 weights and quantized ones; and what the latter send."""
     found: dict[str, Any] = {}
     for quantized in (False, True):
         model = shard(build(name, quantized, rank.device), mesh_of(rank.device, rank.world))
-        optimizer = optimizer_of(model, "AdamW", **({"fused": True} if fused else {"foreach": False}))
+        optimizer = optimizer_of(model, "AdamW", fused=True)
         x = batch(rank.number, 0, rank.device)
 
         def passes() -> None:
@@ -69,21 +56,9 @@ def counts_of(rank: Rank, name: str, fused: bool) -> dict[str, Any]:
 
 def sent_in(call: Any) -> Counter[str]:
     """How often each collective is called."""
-    sent: Counter[str] = Counter()
-
-    def noting(name: str, send: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            sent[name.split("_")[1]] += 1  # reduce, gather, scatter
-            return send(*args, **kwargs)
-
-        return noted
-
-    with ExitStack() as stack:
-        for name in SENDING:
-            if hasattr(dist, name):
-                stack.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+    with counted() as calls:
         call()
-    return sent
+    return Counter(name.split("_")[1] for name, _ in calls)  # reduce, gather, scatter
 
 
 def kinds(*some: str | None) -> pytest.MarkDecorator:
@@ -94,37 +69,26 @@ def kinds(*some: str | None) -> pytest.MarkDecorator:
 
 
 @kinds("current", "delayed", "block", "mxfp8")
-def test_a_step_of_shards(two: Ranks, name: str) -> None:
+@by_ranks("two")
+def test_a_step_of_shards(rank: Rank, name: str) -> None:
     """The weights' two all-gathers a layer, one reduce-scatter, and one message in which all shards agree."""
-    for found in two.run(counted, name, True):
-        more = {part: found[part, True] - found[part, False] for part in ("passes", "optimizer")}
-        print(two.device, name, more)
-        if two.device == "cpu":  # a GPU's backend makes calls of its own: its launches
-            assert more["passes"] <= MORE_IN_PASSES[name] * WEIGHTS, found
-            assert more["optimizer"] <= MORE_IN_OPTIMIZER[name] * WEIGHTS, found
-        reductions = {"delayed": 2, "current": 1}.get(name, 0)  # at the end of both passes; in the optimizer
-        wanted = {"gather": 2 * WEIGHTS, "scatter": WEIGHTS, "reduce": reductions}
-        assert found["sent"] == Counter({name: count for name, count in wanted.items() if count})
-        assert not found["worded", False] and not found["worded", True]
+    with tapes("first"):
+        found = counts_of(rank, name)
+    more = {part: found[part, True] - found[part, False] for part in ("passes", "optimizer")}
+    print(rank.device, name, more)
+    if rank.device == "cpu":  # a GPU's backend makes calls of its own: its launches
+        assert more["passes"] <= MORE_IN_PASSES[name] * WEIGHTS, found
+        assert more["optimizer"] <= MORE_IN_OPTIMIZER[name] * WEIGHTS, found
+    reductions = {"delayed": 2, "current": 1}.get(name, 0)  # at the end of both passes; in the optimizer
+    wanted = {"gather": 2 * WEIGHTS, "scatter": WEIGHTS, "reduce": reductions}
+    assert found["sent"] == Counter({name: count for name, count in wanted.items() if count})
+    assert not found["worded", False] and not found["worded", True]
 
 
-def unfused(rank: Rank) -> Counter[str]:
-    model = shard(build("current", True, rank.device), mesh_of(rank.device, rank.world))
-    optimizer = optimizer_of(model, "AdamW", foreach=False)
-    for _ in range(2):
-        step(model, optimizer, "current", batch(rank.number, 0, rank.device))
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    return sent_in(optimizer.step)
-
-
-def test_an_optimizer_that_takes_one_weight_after_another(two: Ranks) -> None:
-    """Two changes a weight, and a message for each."""
-    assert two.run(unfused) == [Counter(reduce=2 * WEIGHTS)] * 2
-
-
-def spread(rank: Rank, name: str | None) -> tuple[set[str], int]:
-    """What is worded in a step, and how many calls of the core's functions make views of torch's tensors."""
+@kinds("current", None, "delayed", "block", "mxfp8")
+@by_ranks("two")
+def test_a_step_in_tensor_parallelism(rank: Rank, name: str | None) -> None:
+    """Nothing is worded, and no call of the core's functions makes views of torch's tensors."""
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": rank.device, "fuse_qkv_params": True}
     layer = te.TransformerLayer(
         256,
@@ -147,12 +111,7 @@ def spread(rank: Rank, name: str | None) -> tuple[set[str], int]:
     with tapes("first"):
         for _ in range(4):
             run()
-        said = min([worded(run) for _ in range(2)], key=len)
+        assert not min([worded(run) for _ in range(2)], key=len)
         with mock.patch.object(Taped, "ran", autospec=True, side_effect=Taped.ran) as long:
             run()
-        return said, long.call_count
-
-
-@kinds("current", None, "delayed", "block", "mxfp8")
-def test_a_step_in_tensor_parallelism(two: Ranks, name: str | None) -> None:
-    assert two.run(spread, name) == [(set(), 0)] * 2
+        assert long.call_count == 0

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import te_torch as te
 from te_torch import shape_runs
 from tests.module_steps import values
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import by_ranks, place_of, same
 from tests.recipes import region, rule
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 64, 32, 4, 3
@@ -69,24 +70,24 @@ def batch(step: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return x, target
 
 
-def scheduled(rank: Rank, schedule: str, name: str | None, way: str, known: bool = False) -> list[list[torch.Tensor]]:
+def check(rank: Rank, schedule: str, name: str | None, way: str, known: bool = False) -> None:
+    """What a rank's stage is after each step is what it is in one process that runs both stages."""
     from torch.distributed import pipelining
 
     groups = [dist.new_group([number]) for number in range(2)]
     module = Stage(rank.number, name, way, groups[rank.number], rank.device)
-    device = torch.device("cuda", torch.cuda.current_device()) if rank.device == "cuda" else torch.device("cpu")
+    device = place_of(rank)
     shape = torch.zeros(ROWS, WIDTH, device=device, requires_grad=True)  # outputs that do not say so get no gradient
     shapes = {"input_args": shape if rank.number else shape.detach(), "output_args": shape} if known else {}
     stage = pipelining.PipelineStage(module, rank.number, 2, device, **shapes)  # type: ignore[arg-type]
     steps = getattr(pipelining, schedule)(stage, MICROBATCHES, loss_fn=loss_of)
-    found = []
+    wanted = in_one(rank, name, way)[rank.number]
     with patch.object(pipelining.PipelineStage, "_to_tensor", _rubbish, create=True):
         for i in range(STEPS):
             x, target = batch(i, rank.device)
             with module.around():
                 steps.step(x) if rank.number == 0 else steps.step(target=target)
-            found.append(module.update())
-    return found
+            assert same(module.update(), wanted[i]), i
 
 
 def _rubbish(stage: Any, given: Any) -> torch.Tensor:
@@ -115,11 +116,6 @@ def in_one(rank: Rank, name: str | None, way: str) -> list[list[list[torch.Tenso
     return found
 
 
-def same(found: Any, wanted: Any) -> bool:
-    pairs = [pair for one, other in zip(found, wanted, strict=True) for pair in zip(one, other, strict=True)]
-    return all(torch.equal(a, b) for stage in pairs for a, b in zip(*stage, strict=True))
-
-
 CASES = [("ScheduleGPipe", name, "around") for name in ("delayed", "current")]
 CASES += [("Schedule1F1B", name, way) for name in ("delayed", "current") for way in WAYS]
 SOME = [CASES[0], *(("Schedule1F1B", "delayed", way) for way in WAYS[:3]), ("Schedule1F1B", "current", "fused")]
@@ -128,13 +124,15 @@ SOME = [CASES[0], *(("Schedule1F1B", "delayed", way) for way in WAYS[:3]), ("Sch
 @pytest.mark.parametrize(
     ("schedule", "name", "way"), [pytest.param(*c, marks=[] if c in SOME else pytest.mark.full) for c in CASES]
 )
-def test_a_schedule_is_as_one_process(two: Ranks, schedule: str, name: str, way: str) -> None:
-    assert same(two.run(scheduled, schedule, name, way), two.run(in_one, name, way)[0])
+@by_ranks("two")
+def test_a_schedule_is_as_one_process(rank: Rank, schedule: str, name: str, way: str) -> None:
+    check(rank, schedule, name, way)
 
 
 @pytest.mark.parametrize("name", [pytest.param(None, marks=pytest.mark.full), "delayed"])
-def test_shapes_may_be_given(two: Ranks, name: str | None) -> None:
-    assert same(two.run(scheduled, "Schedule1F1B", name, "around", True), two.run(in_one, name, "around")[0])
+@by_ranks("two")
+def test_shapes_may_be_given(rank: Rank, name: str | None) -> None:
+    check(rank, "Schedule1F1B", name, "around", known=True)
 
 
 class OlderStage:

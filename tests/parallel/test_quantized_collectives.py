@@ -16,7 +16,8 @@ from te_core.recipe import DelayedScaling
 from te_torch.tensors import collectives
 from tests.covering import covering
 from tests.module_steps import values
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import alike, by_ranks, error_of, everyones, says
 from tests.recipes import region, rule
 
 WIDTH, ROWS, STEPS = 128, 32, 3
@@ -53,9 +54,12 @@ COLLECTIVES: dict[str, Any] = {
 }
 
 
-def collected(rank: Rank, name: str, later: bool) -> dict[str, bool]:
-    """By collective, whether a quantized tensor holds what the same collective writes to a plain one, quantized."""
-    same = {}
+@pytest.mark.four_ranks(name="current")
+@covering(name=KINDS, when=["later", "now"])
+@by_ranks()
+def test_what_collectives_write(rank: Rank, name: str, when: str) -> None:
+    """A quantized tensor holds what the same collective writes to a plain one, quantized."""
+    later = when == "later"
     for what, collective in COLLECTIVES.items():
         t, twin, other = (held(name, rank.device, rank.number + n).weight.detach() for n in (1, 1, 9))
         plain, sent = t.dequantize(), other.dequantize()
@@ -65,27 +69,19 @@ def collected(rank: Rank, name: str, later: bool) -> dict[str, bool]:
                 work.wait()
         before = twin.dequantize()
         if what == "send and receive" and not rank.number % 2:
-            same[what] = torch.equal(t.dequantize(), before)
+            assert torch.equal(t.dequantize(), before)
+            continue
+        if what == "reduce" and rank.number < rank.world - 1:  # of the other ranks' tensors engines make what they like
             continue
         twin.copy_(plain)
+        assert torch.equal(t.dequantize(), twin.dequantize()), what
         changes = what != "broadcast" or rank.number > 0
-        if what == "reduce":  # of the other ranks' tensors engines make what they like
-            same[what] = rank.number < rank.world - 1 or torch.equal(t.dequantize(), twin.dequantize())
-        else:
-            same[what] = torch.equal(t.dequantize(), twin.dequantize())
-        same[what] &= not changes or what == "reduce" or not torch.equal(t.dequantize(), before)
-    return same
+        assert not changes or what == "reduce" or not torch.equal(t.dequantize(), before), what
 
 
-@pytest.mark.four_ranks(name="current")
-@covering(name=KINDS, when=["later", "now"])
-def test_what_collectives_write(ranks: Ranks, name: str, when: str) -> None:
-    for same in ranks.run(collected, name, when == "later"):
-        assert same == dict.fromkeys(COLLECTIVES, True)
-
-
-def read(rank: Rank) -> bool:
-    """Quantized tensors that a collective only reads: what it sends has to last until it has been sent."""
+@by_ranks()
+def test_what_collectives_read(rank: Rank) -> None:
+    """What a collective sends of a quantized tensor has to last until it has been sent."""
     t = held("current", rank.device, rank.number).weight.detach()
     found = [torch.empty(WIDTH, WIDTH, device=rank.device) for _ in range(rank.world)]
     dist.all_gather(found, t)
@@ -93,28 +89,16 @@ def read(rank: Rank) -> bool:
     piece = torch.empty(rows, WIDTH, device=rank.device)
     dist.reduce_scatter_tensor(piece, t, dist.ReduceOp.MAX)
     mine = torch.stack(found).amax(0)[rank.number * rows :][:rows]
-    return torch.equal(found[rank.number], t.dequantize()) and torch.equal(piece, mine)
+    assert torch.equal(found[rank.number], t.dequantize()) and torch.equal(piece, mine)
 
 
-def test_what_collectives_read(ranks: Ranks) -> None:
-    assert all(ranks.run(read))
-
-
-def together(rank: Rank) -> str:
+@by_ranks("pair")
+def test_calls_sent_together_are_refused(rank: Rank) -> None:
     t, state = held("current", rank.device, 0).weight.detach(), dist.distributed_c10d._world.pg_coalesce_state
     state[dist.group.WORLD] = []  # as batch_isend_irecv does around its calls on GPUs
-    try:
-        dist.broadcast(t, 0)
-    except UnsupportedError as error:
-        return str(error)
-    finally:
-        state.clear()
-    return ""
-
-
-def test_calls_sent_together_are_refused(pair: Ranks) -> None:
-    for said in pair.run(together):
-        assert "sent together" in said and "copy_()" in said
+    said = error_of(lambda: dist.broadcast(t, 0), UnsupportedError)
+    state.clear()
+    says(said, "sent together", "copy_()")
 
 
 class Noted:
@@ -150,8 +134,20 @@ def test_there_is_something_to_wait_for() -> None:
 # ------------------------------------------------------------------------------------------- ranks that begin apart
 
 
-def begun(rank: Rank, name: str, way: str, reduces: bool) -> dict[str, Any]:
-    """Weights after ranks begin apart and follow the first, then after steps; rank 0's own, had it been alone."""
+CASES = [(name, way, True) for name in KINDS for way in ("wrapped", "sent")]
+CASES += [("delayed", "wrapped", False), ("delayed", "sent", False), ("delayed", "moved", True)]
+
+
+SOME = [("delayed", "wrapped", True), ("current", "sent", True), ("mxfp8", "wrapped", True), *CASES[-3:]]
+
+
+@pytest.mark.four_ranks(name="current", way="sent")
+@pytest.mark.parametrize(
+    ("name", "way", "reduces"), [pytest.param(*c, marks=[] if c in SOME else pytest.mark.full) for c in CASES]
+)
+@by_ranks()
+def test_ranks_follow_the_first(rank: Rank, name: str, way: str, reduces: bool) -> None:
+    """DistributedDataParallel and trainers' loops send the first rank's weights: all have and train the same."""
     module = held(name, rank.device, 0)
     if rank.number:
         torch.manual_seed(7 * rank.number)
@@ -161,7 +157,7 @@ def begun(rank: Rank, name: str, way: str, reduces: bool) -> dict[str, Any]:
         loaded = values(WIDTH, WIDTH, seed=3, device=rank.device)
         loaded *= 2.0253906 / loaded.abs().max()  # a maximum whose scale is another one, once it has been quantized
         module.load_state_dict({"weight": loaded}, strict=False)
-    first = module.weight.detach().dequantize().cpu()
+    first = everyones(module.weight.dequantize())[0]
     if way == "moved":  # and built elsewhere
         module = module.to(torch.float64).to(torch.float32)
     with torch.no_grad():
@@ -176,59 +172,33 @@ def begun(rank: Rank, name: str, way: str, reduces: bool) -> dict[str, Any]:
         y.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"first": first, "after": after, "trained": module.weight.detach().dequantize().cpu()}
-
-
-CASES = [(name, way, True) for name in KINDS for way in ("wrapped", "sent")]
-CASES += [("delayed", "wrapped", False), ("delayed", "sent", False), ("delayed", "moved", True)]
-
-
-SOME = [("delayed", "wrapped", True), ("current", "sent", True), ("mxfp8", "wrapped", True), *CASES[-3:]]
-
-
-@pytest.mark.four_ranks(name="current", way="sent")
-@pytest.mark.parametrize(
-    ("name", "way", "reduces"), [pytest.param(*c, marks=[] if c in SOME else pytest.mark.full) for c in CASES]
-)
-def test_ranks_follow_the_first(ranks: Ranks, name: str, way: str, reduces: bool) -> None:
-    """DistributedDataParallel and trainers' loops send the first rank's weights: all have and train the same."""
-    found = ranks.run(begun, name, way, reduces)
-    for mine in found:
-        assert torch.equal(mine["after"], found[0]["after"])
-        assert torch.equal(mine["trained"], found[0]["trained"])
-        assert not torch.equal(mine["trained"], mine["after"])
-    error = (found[0]["after"] - found[0]["first"]).abs().max() / found[0]["first"].abs().max()
-    assert error <= 1e-6  # they are the first rank's, not clipped to what others began with
-
-
-def redundant(rank: Rank, name: str, options: dict[str, Any]) -> Any:
-    """Weights after steps of an optimizer each of whose ranks updates some of them, and sends these."""
-    layers = [held(name, rank.device, n) for n in (0, 1)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    try:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **options)
-    except UnsupportedError as error:
-        return str(error)
-    for i in range(STEPS):
-        with region(name):
-            y = model(values(ROWS, WIDTH, seed=10 * i + rank.number, device=rank.device))
-        y.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [layer.weight.detach().dequantize().cpu() for layer in layers]
+    trained = module.weight.detach().dequantize().cpu()
+    assert alike(after) and alike(trained) and not torch.equal(trained, after)
+    # They are the first rank's, not clipped to what others began with.
+    assert (after - first).abs().max() / first.abs().max() <= 1e-6
 
 
 @pytest.mark.four_ranks(name="delayed")
 @pytest.mark.parametrize(
     "name", [n if n in ("delayed", "mxfp8") else pytest.param(n, marks=pytest.mark.full) for n in KINDS]
 )
-def test_zero_redundancy(ranks: Ranks, name: str) -> None:
-    found = ranks.run(redundant, name, {})
-    for mine in found:
-        for a, b in zip(mine, found[0], strict=True):
-            assert torch.equal(a, b)
+@by_ranks()
+def test_zero_redundancy(rank: Rank, name: str) -> None:
+    """Weights after steps of an optimizer each of whose ranks updates some of them, and sends these."""
+    layers = [held(name, rank.device, n) for n in (0, 1)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    for i in range(STEPS):
+        with region(name):
+            y = model(values(ROWS, WIDTH, seed=10 * i + rank.number, device=rank.device))
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert alike([layer.weight.dequantize() for layer in layers])
 
 
-def test_buckets_of_zero_redundancy_are_refused(pair: Ranks) -> None:
-    for said in pair.run(redundant, "current", {"parameters_as_bucket_view": True}):
-        assert "parameters_as_bucket_view=True" in said and "one by one" in said
+@by_ranks("pair")
+def test_buckets_of_zero_redundancy_are_refused(rank: Rank) -> None:
+    parameters, options = held("current", rank.device, 0).parameters(), {"parameters_as_bucket_view": True}
+    said = error_of(lambda: ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **options), UnsupportedError)
+    says(said, "parameters_as_bucket_view=True", "one by one")

@@ -22,86 +22,54 @@ from te_core.layers.parallel import Split
 from te_core.ops.activation import Clamp
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, resolve
 from tests.backends import more_without_gpu
-from tests.parallel.ranks import Rank, Ranks
-from tests.parallel.tensor_steps import F, H, error_of, options
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import alike, by_ranks, error_of, says
+from tests.parallel.tensor_steps import F, H, options
 
 ROWS = 32
 
 
-def _mlp(rank: Rank, **more: Any) -> Any:
-    return te.LayerNormMLP(H, F, set_parallel_mode=True, device=rank.device, **options(rank), **more)
+def _made(kind: type, *sizes: Any, **plain: Any) -> Callable[..., Any]:
+    return lambda rank, **more: kind(*sizes, device=rank.device, **options(rank), **{**plain, **more})
 
 
-def _layer(rank: Rank, **more: Any) -> Any:
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
-    return te.TransformerLayer(
-        H, F, 4, set_parallel_mode=True, device=rank.device, **options(rank), **{**plain, **more}
-    )
-
-
-def _linear(rank: Rank, mode: str, **more: Any) -> Any:
-    return te.Linear(H, F, parallel_mode=mode, device=rank.device, **options(rank), **more)
-
-
-def _norm_linear(rank: Rank, **more: Any) -> Any:
-    return te.LayerNormLinear(H, F, parallel_mode="column", device=rank.device, **options(rank), **more)
-
-
-def _attention(rank: Rank, **more: Any) -> Any:
-    plain = {"attention_dropout": 0.0, "fuse_qkv_params": True, "num_gqa_groups": 2}
-    return te.MultiheadAttention(H, 4, set_parallel_mode=True, device=rank.device, **options(rank), **{**plain, **more})
+_PLAIN: dict[str, Any] = {"set_parallel_mode": True, "attention_dropout": 0.0, "fuse_qkv_params": True}
+_mlp = _made(te.LayerNormMLP, H, F, set_parallel_mode=True)
+_layer = _made(te.TransformerLayer, H, F, 4, hidden_dropout=0.0, **_PLAIN)
+_row, _column = (_made(te.Linear, H, F, parallel_mode=mode) for mode in ("row", "column"))
+_norm_linear = _made(te.LayerNormLinear, H, F, parallel_mode="column")
+_attention = _made(te.MultiheadAttention, H, 4, num_gqa_groups=2, **_PLAIN)
 
 
 #: What is made, the option that rank 1 alone has, and what the error says of it.
-MODULES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
-    (_mlp, (), {"activation": "relu"}, "activation: 'gelu' on rank 0, 'relu' on rank 1"),
-    (_mlp, (), {"normalization": "RMSNorm"}, "norm kind: 'LayerNorm' on rank 0, 'RMSNorm' on rank 1"),
-    (_mlp, (), {"eps": 1e-3}, "norm epsilon: 1e-05 on rank 0, 0.001 on rank 1"),
-    (_mlp, (), {"zero_centered_gamma": True}, "norm zero_centered: False on rank 0, True on rank 1"),
-    (_mlp, (), {"bias": False}, r"fc1_bias: \(48,\) on rank 0, none on rank 1"),
-    (_mlp, (), {"return_bias": True}, r"fc2_bias: \(64,\) on rank 0, none on rank 1"),
-    (_mlp, (), {"checkpoint": True}, "checkpoint: False on rank 0, True on rank 1"),
-    (_norm_linear, (), {"eps": 1e-3}, "norm epsilon: 1e-05 on rank 0, 0.001 on rank 1"),
-    (_linear, ("row",), {"bias": False}, r"bias: \(96,\) on rank 0, none on rank 1"),
-    (_linear, ("column",), {"bias": False}, r"bias: \(48,\) on rank 0, none on rank 1"),
-    (_attention, (), {"qkv_weight_interleaved": False}, "qkv_weight_interleaved: True on rank 0, False on rank 1"),
-    (_attention, (), {"rotary_pos_interleaved": True}, "rotary_pos_interleaved: False on rank 0, True on rank 1"),
-    (_attention, (), {"attn_mask_type": "no_mask"}, "attn_mask_type: 'causal' on rank 0, 'no_mask' on rank 1"),
-    (_attention, (), {"window_size": (4, 0)}, r"window_size: none on rank 0, \(4, 0\) on rank 1"),
-    (_attention, (), {"softmax_type": "off-by-one"}, "softmax_type: 'vanilla' on rank 0, 'off-by-one' on rank 1"),
-    (_attention, (), {"qk_norm_type": "L2Normalization"}, "qk_norm_type: none on rank 0, 'L2Normalization' on rank 1"),
-    (_layer, (), {"self_attn_mask_type": "no_mask"}, "self_attn_mask_type: 'causal' on rank 0, 'no_mask' on rank 1"),
-    (_layer, (), {"hidden_dropout": 0.1}, "hidden_dropout: 0.0 on rank 0, 0.1 on rank 1"),
-    (_layer, (), {"parallel_attention_mlp": True}, "parallel_attention_mlp: False on rank 0, True on rank 1"),
-    (_layer, (), {"drop_path_rate": 0.1}, "drop_path_rate: 0.0 on rank 0, 0.1 on rank 1"),
-    (_layer, (), {"output_layernorm": True}, "output_layernorm: False on rank 0, True on rank 1"),
+MODULES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (_mlp, {"activation": "relu"}, "activation: 'gelu' on rank 0, 'relu' on rank 1"),
+    (_mlp, {"normalization": "RMSNorm"}, "norm kind: 'LayerNorm' on rank 0, 'RMSNorm' on rank 1"),
+    (_mlp, {"eps": 1e-3}, "norm epsilon: 1e-05 on rank 0, 0.001 on rank 1"),
+    (_mlp, {"zero_centered_gamma": True}, "norm zero_centered: False on rank 0, True on rank 1"),
+    (_mlp, {"bias": False}, r"fc1_bias: \(48,\) on rank 0, none on rank 1"),
+    (_mlp, {"return_bias": True}, r"fc2_bias: \(64,\) on rank 0, none on rank 1"),
+    (_mlp, {"checkpoint": True}, "checkpoint: False on rank 0, True on rank 1"),
+    (_norm_linear, {"eps": 1e-3}, "norm epsilon: 1e-05 on rank 0, 0.001 on rank 1"),
+    (_row, {"bias": False}, r"bias: \(96,\) on rank 0, none on rank 1"),
+    (_column, {"bias": False}, r"bias: \(48,\) on rank 0, none on rank 1"),
+    (_attention, {"qkv_weight_interleaved": False}, "qkv_weight_interleaved: True on rank 0, False on rank 1"),
+    (_attention, {"rotary_pos_interleaved": True}, "rotary_pos_interleaved: False on rank 0, True on rank 1"),
+    (_attention, {"attn_mask_type": "no_mask"}, "attn_mask_type: 'causal' on rank 0, 'no_mask' on rank 1"),
+    (_attention, {"window_size": (4, 0)}, r"window_size: none on rank 0, \(4, 0\) on rank 1"),
+    (_attention, {"softmax_type": "off-by-one"}, "softmax_type: 'vanilla' on rank 0, 'off-by-one' on rank 1"),
+    (_attention, {"qk_norm_type": "L2Normalization"}, "qk_norm_type: none on rank 0, 'L2Normalization' on rank 1"),
+    (_layer, {"self_attn_mask_type": "no_mask"}, "self_attn_mask_type: 'causal' on rank 0, 'no_mask' on rank 1"),
+    (_layer, {"hidden_dropout": 0.1}, "hidden_dropout: 0.0 on rank 0, 0.1 on rank 1"),
+    (_layer, {"parallel_attention_mlp": True}, "parallel_attention_mlp: False on rank 0, True on rank 1"),
+    (_layer, {"drop_path_rate": 0.1}, "drop_path_rate: 0.0 on rank 0, 0.1 on rank 1"),
+    (_layer, {"output_layernorm": True}, "output_layernorm: False on rank 0, True on rank 1"),
 ]
 
 
 def _x(rank: Rank, module: Any) -> torch.Tensor:
     width = module.in_features if isinstance(module, te.Linear) else H
     return torch.randn(ROWS, 2, width, device=rank.device)
-
-
-def of_modules(rank: Rank) -> list[str]:
-    found = []
-    for make, args, more, _ in MODULES:
-        module = make(rank, *args, **(more if rank.number else {}))
-        found.append(error_of(lambda: module(_x(rank, module))))  # noqa: B023
-    return found
-
-
-def of_recipes(rank: Rank) -> list[str]:
-    found = []
-    for _, pair, _ in RECIPES:
-        module = _linear(rank, "row")
-
-        def forward() -> None:
-            with te.autocast(recipe=pair[rank.number]):  # noqa: B023
-                module(_x(rank, module))  # noqa: B023
-
-        found.append(error_of(forward))
-    return found
 
 
 #: What differs, the recipe of each rank, and what the error says of it.
@@ -121,64 +89,57 @@ RECIPES: list[tuple[str, tuple[Any, Any], str]] = [
 ]  # fmt: skip
 
 
-def _all_said(found: list[str], wanted: list[str]) -> list[str]:
-    return [
-        f"{pattern!r} is not said in {said[:600]!r}"
-        for said, pattern in zip(found, wanted, strict=True)
-        if not (said.startswith("ArgumentError") and re.search(pattern, said))
-    ]
+def _said(rank: Rank, call: Callable[[], Any], wanted: str) -> None:
+    said = error_of(call)
+    assert said.startswith("ArgumentError") and re.search(wanted, said), f"{wanted!r} is not said in {said[:600]!r}"
+    assert alike(said.partition(": got ")[2])
 
 
-def test_options_of_modules(two: Ranks) -> None:
+@by_ranks("two", group_timeout=60)
+def test_options_of_modules(rank: Rank) -> None:
     """Each of them would have made rows that are wrong on every rank."""
-    first, second = two.run(of_modules, group_timeout=60)
-    assert [said.partition(": got ")[2] for said in first] == [said.partition(": got ")[2] for said in second]
-    assert not _all_said(first, [said for *_, said in MODULES])
+    for make, more, wanted in MODULES:
+        module = make(rank, **(more if rank.number else {}))
+        _said(rank, lambda module=module: module(_x(rank, module)), wanted)  # type: ignore[misc]
 
 
-def test_options_of_recipes(pair: Ranks) -> None:
-    first, second = pair.run(of_recipes, group_timeout=60)
-    assert first == second
-    assert not _all_said(first, [said for *_, said in RECIPES])
+@by_ranks("pair", group_timeout=60)
+def test_options_of_recipes(rank: Rank) -> None:
+    for _, pair, wanted in RECIPES:
+        module = _row(rank)
+
+        def forward(module: Any = module, recipe: Any = pair[rank.number]) -> None:
+            with te.autocast(recipe=recipe):
+                module(_x(rank, module))
+
+        _said(rank, forward, wanted)
 
 
-def later(rank: Rank) -> dict[str, Any]:
-    """What rank 1 says in a call only; and what all ranks change together."""
+@by_ranks("pair", group_timeout=60)
+def test_what_a_call_says(rank: Rank) -> None:
+    """The mask and the window of a call are compared when they come for the first time, and not again."""
     module = _attention(rank)
     core = te.DotProductAttention(4, 16, **{k: v for k, v in options(rank).items() if k != "sequence_parallel"})
     x = _x(rank, module)
     q = torch.randn(ROWS, 2, 2, 16, device=rank.device)
-    first = {"causal": error_of(lambda: module(x)), "core": error_of(lambda: core(q, q, q))}
-    together = error_of(lambda: module(x, attn_mask_type="no_mask"))
+    module(x), core(q, q, q), module(x, attn_mask_type="no_mask")
     with patch.object(dist, "all_to_all_single", side_effect=AssertionError("compared again")):
-        again = error_of(lambda: [module(x, attn_mask_type="no_mask"), module(x), module(x[:16])])
+        module(x, attn_mask_type="no_mask"), module(x), module(x[:16])
     # Both come to something new: they compare, and see that it is not the same.
-    said = error_of(lambda: module(x, window_size=(4, 0) if rank.number else (8, 0)))
-    alone = error_of(lambda: core(q, q, q, attn_mask_type="no_mask" if rank.number else "causal_bottom_right"))
-    return {**first, "together": together, "again": again, "window": said, "alone": alone}
-
-
-def test_what_a_call_says(pair: Ranks) -> None:
-    """The mask and the window of a call are compared when they come for the first time, and not again."""
-    first, second = pair.run(later, group_timeout=60)
-    assert first == second
-    assert first["causal"] == first["core"] == first["together"] == first["again"] == ""
-    assert "DotProductAttention" in first["window"] and "left: 8 on rank 0, 4 on rank 1" in first["window"]
-    assert "attn_mask_type: 'causal_bottom_right' on rank 0, 'no_mask' on rank 1" in first["alone"]
-
-
-def compiled(rank: Rank) -> list[str]:
-    module = torch.compile(_attention(rank), backend="eager")
-    x = torch.randn(ROWS, 2, H, device=rank.device)
-    first = error_of(lambda: module(x))
-    return [first, error_of(lambda: module(x, attn_mask_type="no_mask" if rank.number else "causal_bottom_right"))]
+    window, mask = (4, 0) if rank.number else (8, 0), "no_mask" if rank.number else "causal_bottom_right"
+    _said(rank, lambda: module(x, window_size=window), "DotProductAttention.*left: 8 on rank 0, 4 on rank 1")
+    other = "attn_mask_type: 'causal_bottom_right' on rank 0, 'no_mask' on rank 1"
+    _said(rank, lambda: core(q, q, q, attn_mask_type=mask), other)
 
 
 @more_without_gpu
-def test_a_compiled_module(two: Ranks) -> None:
+@by_ranks("two", group_timeout=60)
+def test_a_compiled_module(rank: Rank) -> None:
     """Its attention is compared when it is traced."""
-    for first, then in two.run(compiled, group_timeout=60):
-        assert not first and "attn_mask_type: 'causal_bottom_right' on rank 0, 'no_mask' on rank 1" in then
+    module, x = torch.compile(_attention(rank), backend="eager"), torch.randn(ROWS, 2, H, device=rank.device)
+    module(x)
+    mask = "no_mask" if rank.number else "causal_bottom_right"
+    says(error_of(lambda: module(x, attn_mask_type=mask)), "'causal_bottom_right' on rank 0, 'no_mask' on rank 1")
 
 
 def _others(spec: Any) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,8 @@ from te_core.errors import UnsupportedError
 from te_torch.base.residual import Branch, bias_dropout_add
 from tests.covering import covering
 from tests.module_steps import values
-from tests.parallel.ranks import ROOT, Rank, Ranks
+from tests.parallel.ranks import ROOT, Rank
+from tests.parallel.steps import by_ranks, error_of, same, says
 from tests.recipes import rule
 from tests.recordings import tapes
 
@@ -73,11 +74,6 @@ def calls(layer: Any, x: torch.Tensor, more: dict[str, Any]) -> tuple[list[torch
     return [y.cpu() for y in found], x.grad.cpu()
 
 
-def whole_of(p: Any) -> torch.Tensor:
-    grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-    return grad.detach().cpu()
-
-
 def wrapped(rank: Rank, parts: tuple[str, ...], engine: str, options: dict[str, Any]) -> None:
     plain, layer = layer_of(rank.device, **options), layer_of(rank.device, **options)
     x = values(S, B, H, seed=rank.number, device=rank.device)
@@ -85,32 +81,33 @@ def wrapped(rank: Rank, parts: tuple[str, ...], engine: str, options: dict[str, 
     wanted, wanted_dx = calls(plain, x, more)
     with tapes("first"):
         found, dx = calls(shard(layer, parts, engine, rank.device), x, more)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(dx, wanted_dx, rtol=1e-5, atol=1e-7)
     if engine != "1":
         gradients = dict(layer.named_parameters())
         for name, p in plain.named_parameters():
             mean = p.grad / rank.world
             dist.all_reduce(mean)
-            torch.testing.assert_close(whole_of(gradients[name]), mean.cpu(), rtol=1e-5, atol=1e-7, msg=name)
+            torch.testing.assert_close(gradients[name].grad.full_tensor(), mean, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @covering(parts=PARTS, engine=["2", "2 kept", "1"])
-def test_parts_of_a_layer_as_units(ranks: Ranks, parts: str, engine: str) -> None:
+@by_ranks()
+def test_parts_of_a_layer_as_units(rank: Rank, parts: str, engine: str) -> None:
     """`return_bias` hands out a parameter, whose memory the unit frees before the layer adds it."""
-    if engine == "1" and parts == PARTS[-1]:
-        pytest.skip("FSDP1 wraps the inner one under another name")
-    ranks.run(wrapped, tuple(parts.split()), engine, {})
+    if engine != "1" or parts != PARTS[-1]:  # FSDP1 wraps the inner one under another name
+        wrapped(rank, tuple(parts.split()), engine, {})
 
 
 @pytest.mark.parametrize("options", [{"layer_type": "decoder"}, {"drop_path_rate": 1e-9}, {"fuse_qkv_params": False}])
-def test_layers_of_other_kinds(two: Ranks, options: dict[str, Any]) -> None:
+@by_ranks("two")
+def test_layers_of_other_kinds(rank: Rank, options: dict[str, Any]) -> None:
     parts = (ATTENTION, "inter_attention", MLP) if "layer_type" in options else (ATTENTION, MLP)
-    two.run(wrapped, parts, "2", options)
+    wrapped(rank, parts, "2", options)
 
 
-def returned(rank: Rank) -> None:
+@by_ranks("two")
+def test_biases_that_modules_return(rank: Rank) -> None:
     """Biases that modules return to their caller, from units of one module."""
     x = values(S, H, device=rank.device)
     makers = (
@@ -128,10 +125,6 @@ def returned(rank: Rank) -> None:
         y, biases = fully_shard(module, reshard_after_forward=True)(x, *more)
         biases = biases if isinstance(biases, list) else [biases]
         assert all(torch.equal(bias, torch.full_like(bias, 0.5)) for bias in biases), module
-
-
-def test_biases_that_modules_return(two: Ranks) -> None:
-    two.run(returned)
 
 
 def test_biases_are_returned_as_they_are() -> None:
@@ -167,30 +160,23 @@ class Adding(torch.nn.Module):
         return self.mlp(Branch(out, x, bias)) if self.mlp is not None else bias_dropout_add(out, bias, x, 0.0)
 
 
-def freed(rank: Rank, engine: str, fused: bool) -> list[str]:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("engine", ["2", "1"])
+@by_ranks("two")
+def test_a_parameter_without_memory(rank: Rank, engine: str, fused: bool) -> None:
+    """Neither zeros nor a crash: FSDP1's parameters, parts of a flat one, have a low address then, and not 0."""
     model, x = Adding(fused, rank.device), values(S, H, device=rank.device).requires_grad_()
-    said = []
     with tapes("first"):
         for _ in range(3):  # recorded and replayed, while the parameter is there
             model(x)
         sharded = shard(model, ("inner",), engine, rank.device)
         for _ in range(2):
-            with pytest.raises(UnsupportedError, match="without memory") as error:
-                sharded(x)
-            said.append(str(error.value))
-    return said
+            said = error_of(lambda: sharded(x), UnsupportedError)
+            says(said, "without memory", f"of shape ({H},)", "Allowed: ", "unshard()")
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("engine", ["2", "1"])
-def test_a_parameter_without_memory(two: Ranks, engine: str, fused: bool) -> None:
-    """Neither zeros nor a crash: FSDP1's parameters, parts of a flat one, have a low address then, and not 0."""
-    for said in two.run(freed, engine, fused):
-        assert len(said) == 2
-        assert all(f"of shape ({H},)" in text and "Allowed: " in text and "unshard()" in text for text in said)
-
-
-def parts_of_freed_memory(rank: Rank) -> list[str]:
+@by_ranks("two")
+def test_parts_of_freed_memory(rank: Rank) -> None:
     """What FSDP1 leaves of a parameter: a part, not the first, of memory that is gone."""
     whole, r = torch.ones(2 * H, device=rank.device), values(S, H, device=rank.device)
     part, x = whole[H:], r.clone().requires_grad_()
@@ -201,17 +187,8 @@ def parts_of_freed_memory(rank: Rank) -> list[str]:
             mlp(Branch(x, r, part))
         whole.untyped_storage().resize_(0)
         assert 0 < part.data_ptr() < 1 << 33
-        said = []
         for call in (lambda: bias_dropout_add(x, part, r, 0.0), lambda: mlp(Branch(x, r, part)), lambda: norm(part)):
-            with pytest.raises(UnsupportedError, match="without memory") as error:
-                call()
-            said.append(str(error.value))
-    return said
-
-
-def test_parts_of_freed_memory(two: Ranks) -> None:
-    for said in two.run(parts_of_freed_memory):
-        assert all(text.startswith("te_torch: got a Tensor of shape") for text in said)
+            says(error_of(call, UnsupportedError), "Error: te_torch: got a Tensor of shape", "without memory")
 
 
 # ----------------------------------------------------------------------------------------------------------- marks
@@ -233,7 +210,12 @@ def loop() -> str:
     return str(code)
 
 
-def marked(rank: Rank, quantized: bool, engine: str) -> dict[str, Any]:
+@pytest.mark.four_ranks(engine="2", quantized=True)
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("engine", ["none", "2"])
+@by_ranks()
+def test_the_trainers_loop(rank: Rank, engine: str, quantized: bool) -> None:
+    """`fully_shard` makes parameters of its own, marked as the module's were, and the documented loop adds them up."""
     mesh = init_device_mesh(rank.device, (rank.world // 2, 2), mesh_dim_names=("dp", "tp"))
     group = mesh["tp"].get_group()
     with te.quantized_model_init(recipe=rule("current")) if quantized else nullcontext():
@@ -249,26 +231,15 @@ def marked(rank: Rank, quantized: bool, engine: str) -> dict[str, Any]:
     with te.autocast(enabled=quantized, recipe=rule("current")):
         model(x).float().square().mean().backward()
     exec(loop(), {"model": model, "tp_group": group, "dist": dist, "torch": torch})
-    norms = {name: p for name, p in model.named_parameters() if before[name].get("sequence_parallel")}
-    equal = {}
-    for name, p in norms.items():
-        mine = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+    summed = [p.grad for name, p in model.named_parameters() if before[name].get("sequence_parallel")]
+    assert marks_of(model) == before and len(summed) >= 6
+    for grad in summed:
+        mine = grad.to_local() if hasattr(grad, "to_local") else grad
         parts = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(parts, mine, group=group)
-        equal[name] = torch.equal(*parts)
-    return {"before": before, "after": marks_of(model), "equal": equal}
-
-
-@pytest.mark.four_ranks(engine="2", quantized=True)
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("engine", ["none", "2"])
-def test_the_trainers_loop(ranks: Ranks, engine: str, quantized: bool) -> None:
-    """`fully_shard` makes parameters of its own, marked as the module's were, and the documented loop adds them up."""
-    for found in ranks.run(marked, quantized, engine):
-        assert found["after"] == found["before"]
-        assert len(found["equal"]) >= 6 and all(found["equal"].values()), found["equal"]
-        cut = {name for name, marks in found["before"].items() if marks.get("tensor_model_parallel")}
-        assert {"layernorm_mlp.fc1_weight", "self_attention.proj.weight"} <= cut
+        assert torch.equal(*parts)
+    cut = {name for name, marks in before.items() if marks.get("tensor_model_parallel")}
+    assert {"layernorm_mlp.fc1_weight", "self_attention.proj.weight"} <= cut
 
 
 @covering(way=["copied", "emptied", "assigned", "converted", "replaced"], quantized=[False, True])
@@ -324,7 +295,7 @@ def microbatches(rank: Rank, engine: str) -> dict[str, Any]:
         before = {name: cached.value for name, cached in module._weight_cache.items()}
         with te.autocast(recipe=rule("current")):
             y: torch.Tensor = model(values(S, H, seed=number, device=rank.device), is_first_microbatch=first)
-        found["y"].append(y.detach().cpu())
+        found["y"].append(y.detach())
         found["kept"].append([before.get(name) is cached.value for name, cached in module._weight_cache.items()])
         return y
 
@@ -346,27 +317,20 @@ def microbatches(rank: Rank, engine: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["none", "2", "2 kept"])
-def test_weights_between_microbatches(ranks: Ranks, engine: str) -> None:
-    """A gathered weight is quantized once in a group of microbatches, and again after its shard has changed."""
-    alone = ranks.run(microbatches, "none")
-    for mine, whole in zip(ranks.run(microbatches, engine), alone, strict=True):
-        kept, changed = [True, True], [False, False]
-        wanted = [changed, kept, kept, changed, kept, kept, changed, kept]
-        if engine != "none":
-            wanted += [[False, True], kept]  # the last call asks for none
-            assert torch.equal(mine["y"][-2], mine["y"][-1]) and not torch.equal(mine["y"][-2], mine["y"][-3])
-        assert mine["kept"] == wanted
-        for y, same in zip(mine["y"], whole["y"], strict=False):
-            assert torch.equal(y, same)
-
-
-def test_fsdp1_keeps_no_weights(ranks: Ranks) -> None:
-    """Nothing tells whether what FSDP1 gathered is what it was: each microbatch quantizes weights, and none stays."""
-    for mine, whole in zip(ranks.run(microbatches, "1"), ranks.run(microbatches, "none"), strict=True):
-        assert mine["kept"] == [[]] * 8
-        for y, same in zip(mine["y"], whole["y"], strict=True):
-            assert torch.equal(y, same)
+@pytest.mark.parametrize("engine", ["none", "2", "2 kept", "1"])
+@by_ranks()
+def test_weights_between_microbatches(rank: Rank, engine: str) -> None:
+    """A gathered weight is quantized once in a group of microbatches, and again after its shard has changed. Of FSDP1
+    nothing tells whether what it gathered is what it was: each microbatch quantizes weights, and none stays."""
+    mine, whole = microbatches(rank, engine), microbatches(rank, "none")
+    kept, changed = [True, True], [False, False]
+    wanted = [changed, kept, kept, changed, kept, kept, changed, kept]
+    if engine == "1":
+        wanted = [[]] * 8
+    elif engine != "none":
+        wanted += [[False, True], kept]  # the last call asks for none
+        assert torch.equal(mine["y"][-2], mine["y"][-1]) and not torch.equal(mine["y"][-2], mine["y"][-3])
+    assert mine["kept"] == wanted and same(mine["y"][:8], whole["y"])
 
 
 def test_who_listens_hears_of_parameters() -> None:

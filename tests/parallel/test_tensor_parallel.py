@@ -10,7 +10,8 @@ import torch
 
 from tests.covering import covering
 from tests.parallel.ranks import Ranks
-from tests.parallel.tensor_steps import alone, as_one, cut_ends, cut_of, joined, spread
+from tests.parallel.steps import same
+from tests.parallel.tensor_steps import alone, cut_ends, cut_of, joined, part, trained
 from tests.recipes import KINDS
 from tests.tolerances import snr_db
 
@@ -18,15 +19,12 @@ from tests.tolerances import snr_db
 AGREES = {None: 35.0, "delayed": 20.0, "current": 18.0, "block": 20.0, "mxfp8": 20.0, "nvfp4": 8.0}
 ALIGNED, ODD = 128, 20  # rows of a sequence: parts of whole blocks, and parts of none
 
-
-@cache
-def whole(kind: str, recipe: str | None, rows: int, device: str) -> dict[str, Any]:
-    return alone(kind, recipe, rows, device)
+whole = cache(alone)
 
 
-def compare(ranks: Ranks, kind: str, recipe: str | None, sequence: bool, rows: int, **options: Any) -> list[Any]:
+def compare(ranks: Ranks, kind: str, recipe: str | None, sequence: bool, rows: int = ALIGNED) -> None:
     """Run on the ranks and in one process, and compare all that can be."""
-    found = ranks.run(spread, kind, recipe, sequence, rows, options)
+    found = ranks.run(trained, kind, recipe, sequence, rows)
     wanted, least = whole(kind, recipe, rows, ranks.device), AGREES[recipe]
     if recipe is not None and kind.endswith(("attention", "layer")):  # errors of several products add up
         least = max(least - 5, 8.0)
@@ -37,7 +35,7 @@ def compare(ranks: Ranks, kind: str, recipe: str | None, sequence: bool, rows: i
         assert made.shape == one.shape and found > (least if one.ndim > 1 else vector), f"{what}: {found:.1f} dB"
 
     def alike(parts: list[torch.Tensor], what: str) -> None:
-        assert all(torch.equal(p, parts[0]) for p in parts), f"{what} differs from rank to rank"
+        assert all(same(p, parts[0]) for p in parts), f"{what} differs from rank to rank"
 
     for name, end in zip(("dx", "y"), cut_ends(kind, sequence), strict=True):
         for step, one in enumerate(wanted[name]):
@@ -55,7 +53,6 @@ def compare(ranks: Ranks, kind: str, recipe: str | None, sequence: bool, rows: i
         if cut is None:
             alike(parts, name)
         agree(joined(parts, cut), wanted["weights"][name], name)
-    return found
 
 
 @pytest.mark.four_ranks(recipe="delayed")
@@ -63,7 +60,7 @@ def compare(ranks: Ranks, kind: str, recipe: str | None, sequence: bool, rows: i
 @covering(recipe=[None, *KINDS], case=["column", "column sequence", "row", "row sequence"])
 def test_a_linear(ranks: Ranks, case: str, recipe: str | None) -> None:
     kind, _, sequence = case.partition(" ")
-    compare(ranks, kind, recipe, bool(sequence), ALIGNED)
+    compare(ranks, kind, recipe, bool(sequence))
 
 
 @covering(kind=["column", "row"], recipe=KINDS)
@@ -74,14 +71,16 @@ def test_parts_of_no_whole_blocks(ranks: Ranks, kind: str, recipe: str) -> None:
 @pytest.mark.four_ranks(recipe="block", kind="layer")
 @covering(recipe=[None, *KINDS], kind=["norm column", "mlp", "gated", "layer"], sequence=[False, True])
 def test_layers(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -> None:
-    compare(ranks, kind, recipe, sequence, ALIGNED)
+    compare(ranks, kind, recipe, sequence)
 
 
 @covering(kind=["mlp again", "attention", "turned attention", "gated layer"], recipe=[None, "current", "block"])
 def test_more_layers(ranks: Ranks, kind: str, recipe: str | None) -> None:
-    compare(ranks, kind, recipe, True, ALIGNED)
+    compare(ranks, kind, recipe, True)
 
 
-@covering(recipe=[None, "delayed", "current"], sequence=[False, True])
-def test_a_spread_layer_is_one_node(ranks: Ranks, sequence: bool, recipe: str | None) -> None:
-    assert all(ranks.run(as_one, sequence, recipe))
+def test_joined_parts() -> None:
+    """The helper of these tests puts together what it cuts."""
+    t: Any = torch.arange(24.0).view(8, 3)
+    for cut in ((0, 1), (0, 2), None):
+        assert torch.equal(joined([part(t, cut, rank, 2) for rank in range(2)], cut), t)

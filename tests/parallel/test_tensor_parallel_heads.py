@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from te_core.attention import Sizes
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention.inputs import Given
 from te_torch.attention.plan import spec_of
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank
+from tests.parallel.steps import by_ranks, error_of, says
 
 WIDTH, TOKENS, BATCH = 96, 16, 2
 #: How much more a GPU's rounding may differ than the CPU's: for products of other sizes it takes kernels that add in
@@ -54,8 +56,14 @@ def tokens(rank: Rank) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------ ALiBi
 
 
-def with_slopes(rank: Rank, heads: int, later: bool) -> float:
-    """How far outputs and gradients are from the whole attention's."""
+def apart(found: Any, wanted: Any) -> float:
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("heads", "later"), [(4, False), (6, False), (6, True), (12, False)])
+@by_ranks("two")
+def test_slopes_go_by_the_place_among_all_heads(rank: Rank, heads: int, later: bool) -> None:
+    """6 and 12 are no powers of two: the last heads have slopes between the others'. 6 of two ranks: three each."""
     options = {"fuse_qkv_params": False, "attn_mask_type": "causal"}
     whole = attention(rank, heads, **options)
     module = spread(rank, whole, heads, **options)
@@ -66,34 +74,18 @@ def with_slopes(rank: Rank, heads: int, later: bool) -> float:
     found, wanted = module(x, core_attention_bias_type="alibi"), whole(y, core_attention_bias_type="alibi")
     for out in (found, wanted):
         out.square().sum().backward()
-    return max(
-        ((a - b).abs().max() / b.abs().max()).item()
-        for a, b in ((found, wanted), (x.grad, y.grad))  # type: ignore[operator, union-attr]
-    )
+    assert apart((found, x.grad), (wanted, y.grad)) < 1e-5 * TIMES[rank.device]
 
 
-@pytest.mark.parametrize(("heads", "later"), [(4, False), (6, False), (6, True), (12, False)])
-def test_slopes_go_by_the_place_among_all_heads(two: Ranks, heads: int, later: bool) -> None:
-    """6 and 12 are no powers of two: the last heads have slopes between the others'. 6 of two ranks: three each."""
-    assert max(two.run(with_slopes, heads, later)) < 1e-5 * TIMES[two.device]
-
-
-def without_a_group(rank: Rank) -> tuple[str, bool, bool]:
+def test_usual_slopes_need_a_group() -> None:
     module = te.DotProductAttention(6, 16, tp_size=2)
     q = torch.randn(8, 2, 3, 16)
-    with pytest.raises(ArgumentError) as error:
-        module(q, q, q, core_attention_bias_type="alibi")
-    given = torch.tensor([0.5, 0.25, 0.125])
-    own_slopes = module(q, q, q, core_attention_bias_type="alibi", alibi_slopes=given)
+    said = error_of(lambda: module(q, q, q, core_attention_bias_type="alibi"), ArgumentError)
+    says(said, "tp_size=2", "set_tensor_parallel_group", "alibi_slopes")
+    options = {"core_attention_bias_type": "alibi", "alibi_slopes": torch.tensor([0.5, 0.25, 0.125])}
     lone = te.DotProductAttention(3, 16)
-    same = torch.equal(own_slopes, lone(q, q, q, core_attention_bias_type="alibi", alibi_slopes=given))
-    return str(error.value), same, torch.equal(module(q, q, q), lone(q, q, q))
-
-
-def test_usual_slopes_need_a_group(pair: Ranks) -> None:
-    for said, given, none in pair.run(without_a_group):
-        assert "tp_size=2" in said and "set_tensor_parallel_group" in said and "alibi_slopes" in said
-        assert given and none
+    assert torch.equal(module(q, q, q, **options), lone(q, q, q, **options))
+    assert torch.equal(module(q, q, q), lone(q, q, q))
 
 
 @pytest.mark.parametrize(("all_heads", "usual"), [(0, True), (4, True), (8, False)])
@@ -122,80 +114,61 @@ def cut(rank: Rank, groups: int, kind: str, interleaved: bool, one_by_one: bool)
             value = values[name]
             p.copy_(own(value, rank, p.partition_dim, rows if fused and one_by_one else None) if marked else value)
     more = {} if kind == "self" else {"encoder_output": tokens(rank).flip(0)}
-    found, wanted = module(tokens(rank), **more), whole(tokens(rank), **more)
-    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+    return apart([module(tokens(rank), **more)], [whole(tokens(rank), **more)])
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_a_fused_projection_is_cut_as_it_lies(two: Ranks, groups: int, kind: str) -> None:
+@by_ranks("two")
+def test_a_fused_projection_is_cut_as_it_lies(rank: Rank, groups: int, kind: str) -> None:
     """Interleaved: plain rows. Not interleaved: queries, keys and values one by one. The other way is wrong."""
     for interleaved in (True, False):
-        right, wrong = (two.run(cut, groups, kind, interleaved, by) for by in (not interleaved, interleaved))
-        assert max(right) < 1e-5 * TIMES[two.device] < 1e-2 < max(wrong)
+        right, wrong = (cut(rank, groups, kind, interleaved, by) for by in (not interleaved, interleaved))
+        assert right < 1e-5 * TIMES[rank.device] and wrong > 1e-2
 
 
 # ----------------------------------------------------------------------------------- offsets, and groups
 
 
-def offsets(rank: Rank) -> Any:
+@by_ranks("two")
+def test_a_learnable_offset_says_how_it_is_cut(rank: Rank) -> None:
     options = {"fuse_qkv_params": False, "softmax_type": "learnable"}
     whole = attention(rank, 4, **options)
     module = spread(rank, whole, 4, **options)
     p = module.core_attention.softmax_offset
-    marks = p.tensor_model_parallel, p.partition_dim, p.partition_stride, tuple(p.shape)
-    lone = hasattr(whole.core_attention.softmax_offset, "tensor_model_parallel")
-    return marks, lone, (module(tokens(rank)) - whole(tokens(rank))).abs().max().item()
+    assert (p.tensor_model_parallel, p.partition_dim, p.partition_stride, tuple(p.shape)) == (True, 0, 1, (2,))
+    assert not hasattr(whole.core_attention.softmax_offset, "tensor_model_parallel")
+    assert (module(tokens(rank)) - whole(tokens(rank))).abs().max() < 1e-4 * TIMES[rank.device]
 
 
-def test_a_learnable_offset_says_how_it_is_cut(two: Ranks) -> None:
-    for marks, lone, far in two.run(offsets):
-        assert marks == (True, 0, 1, (2,)) and not lone and far < 1e-4 * TIMES[two.device]
-
-
-def meshes(rank: Rank) -> list[Any]:
+@by_ranks("two")
+def test_a_mesh_of_one_dimension_is_its_group(rank: Rank) -> None:
     mesh = init_device_mesh(rank.device, (1, 2), mesh_dim_names=("dp", "tp"))
-    made = [te.Linear(32, 32, parallel_mode="row", tp_group=mesh["tp"], device=rank.device)]
-    made.append(te.Linear(32, 32, parallel_mode="row", tp_size=2, device=rank.device))
-    made[1].set_tensor_parallel_group(mesh["tp"])
-    made.append(attention(rank, 4, set_parallel_mode=True, tp_group=mesh["tp"]))
+    row: dict[str, Any] = {"parallel_mode": "row", "device": rank.device}
+    first, later = te.Linear(32, 32, tp_group=mesh["tp"], **row), te.Linear(32, 32, tp_size=2, **row)
+    later.set_tensor_parallel_group(mesh["tp"])
+    whole = attention(rank, 4, set_parallel_mode=True, tp_group=mesh["tp"])
     x = torch.ones(4, 16, device=rank.device)
-    found: list[Any] = [made[0](x).shape, made[1](x).shape, made[2](tokens(rank)).shape]
-    found += [m.tp_group is mesh["tp"].get_group() for m in (*made[:2], made[2].proj, made[2].core_attention)]
-    for given in (mesh, "tp"):
-        for call in (lambda g: te.Linear(32, 32, tp_group=g, device=rank.device), made[1].set_tensor_parallel_group):
-            with pytest.raises(ArgumentError) as error:
-                call(given)
-            found.append(str(error.value))
-    return found
+    assert first(x).shape == later(x).shape == (4, 32) and whole(tokens(rank)).shape == (TOKENS, BATCH, WIDTH)
+    assert all(m.tp_group is mesh["tp"].get_group() for m in (first, later, whole.proj, whole.core_attention))
+    for given, said in ((mesh, ("2 dimensions ('dp', 'tp')", "get_group()")), ("tp", ("type str",))):
+        for call in (lambda g: te.Linear(32, 32, tp_group=g, device=rank.device), later.set_tensor_parallel_group):
+            says(error_of(lambda call=call, given=given: call(given), ArgumentError), *said)
+    says(error_of(lambda: later.set_tensor_parallel_group(mesh)), "Linear.set_tensor_parallel_group")
 
 
-def test_a_mesh_of_one_dimension_is_its_group(two: Ranks) -> None:
-    for one, other, three, *rest in two.run(meshes):
-        assert one == other == (4, 32) and three == (TOKENS, BATCH, WIDTH) and rest[:4] == [True] * 4
-        of_mesh, later, of_text, _ = rest[4:]
-        assert "2 dimensions ('dp', 'tp')" in of_mesh and "get_group()" in of_mesh
-        assert later.startswith("Linear.set_tensor_parallel_group") and "type str" in of_text
-
-
-def gone(rank: Rank, path: str) -> str:
+@by_ranks("two")
+def test_a_group_that_is_gone(rank: Rank, tmp_path: Path) -> None:
     layer = te.Linear(32, 32, parallel_mode="row", tp_group=dist.group.WORLD, device=rank.device)
     layer(torch.ones(4, 16, device=rank.device))
     dist.barrier()
     dist.destroy_process_group()
-    backend = "nccl" if rank.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(path, 2), rank=rank.number, world_size=2)
+    backend, store = "nccl" if rank.device == "cuda" else "gloo", dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group(backend, store=store, rank=rank.number, world_size=2)
     x = torch.ones(4, 16, device=rank.device, requires_grad=True)
-    with pytest.raises(ArgumentError) as error:
-        layer(x)
+    says(error_of(lambda: layer(x), ArgumentError), "ArgumentError: Linear.forward", "set_tensor_parallel_group")
     layer.set_tensor_parallel_group(dist.group.WORLD)
     assert layer(x).shape == (4, 32)
-    return str(error.value)
-
-
-def test_a_group_that_is_gone(two: Ranks, tmp_path: Any) -> None:
-    for said in two.run(gone, str(tmp_path / "store")):
-        assert said.startswith("Linear.forward") and "set_tensor_parallel_group" in said
 
 
 def test_an_error_names_its_place_once() -> None:

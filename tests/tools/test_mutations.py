@@ -10,6 +10,7 @@ import pytest
 
 from tools import mutants, touched
 from tools.mutations import changes
+from tools.mutations_c import c_changes
 
 CODE = '''
 def scaled(x: str | None, scale, *, grad=True):
@@ -18,14 +19,31 @@ def scaled(x: str | None, scale, *, grad=True):
         x = x * scale
     for part in x[1:]:
         part.add_(1, alpha=scale)
-    return (x, scale) if grad else None
+    return (x, scale) if grad else x[0]
 
 
-def same(x):
+def same(x, spec, first_scale, last_scale):
     with quiet():
-        pass
-    return x
+        y = spec.forward_margin
+        y += first_scale
+    try:
+        span(x, y)
+    except (ValueError, KeyError):
+        x = kind["row"] or kind["column"]
+    finally:
+        leave()
+    return x[y:9], last_scale
 '''
+C_CODE = """
+// a note; stays
+#define SIDE 128
+__global__ void scaled(const float* in, float* out, int rows, int cols) {
+    if (rows < 2 && cols) return;
+    const float scale = rows ? in[cols + 4] : 1.f;
+    store(out, cols);
+    out[cols] -= scale * in[rows];
+}
+"""
 MADE = {
     "always": "if True:",
     "never": "if False:",
@@ -45,14 +63,34 @@ MADE = {
     "argument left out": "add_(1, )",
     "argument 0": "alpha=0",
     "element left out": "return (scale) if",
-    "result always": "pass\n    return True",
+    "result True": "leave()\n    return True",
     "context left out": "with __import__('contextlib').nullcontext():",
-    "keyword False": "alpha=False",
+    "argument False": "alpha=False",
+    "argument twice": "span(y, y)",
+    "condition turned": "if not (grad and",
+    "choices exchanged": "return (x[0] if grad else ((x, scale)))",
+    "statements exchanged": "        y += first_scale\n        y = spec.forward_margin\n",
+    "two statements left out": "quiet():\n        pass\n    try",
+    "block alone": "\n    y = spec.forward_margin\n    y += first_scale\n",
+    "not added": "y = first_scale\n",
+    "not caught": "except ():",
+    "caught alone": "except KeyError:",
+    "not at the end": "finally:\n        pass",
+    "from zero": "span(0, y - x)",
+    "other name": "y += last_scale",
+    "other attribute": "y = spec.backward_margin",
+    "other text": "kind['column'] or kind",
+    "slice's begin left out": "return x[:9], last",
+    "slice's end left out": "return x[y:], last",
+    "bound shifted": "return x[y - 1:9], last",
+    "value None": "y = None\n",
+    "first alone": "return (x[y:9], last_scale)[:1]",
+    "tail left out": "span(x[:-1], y)",
     "other order": "return (scale, x) if",
     "element None": "return (x, None) if",
     "one choice": "return ((x, scale))",
-    "other choice": "    return None",
-    "result None": "pass\n    return None",
+    "other choice": "    return x[0]",
+    "result None": "leave()\n    return None",
     "flag": "grad=False):",
 }
 
@@ -63,14 +101,42 @@ def test_what_an_operator_makes(operator: str) -> None:
     assert [text for text in made if MADE[operator] in text], made
 
 
+C_MADE = {
+    "always": "if (1) return;",
+    "never": "if (0) return;",
+    "statement left out": "    \n    const float",
+    "term left out": "if ( cols) return",
+    "decided": "out[cols] -= 1;",
+    "comparison": "rows <= 2",
+    "one choice": "scale = in[cols + 4];",
+    "other choice": "scale = 1.f;",
+    "choices exchanged": "rows ? 1.f : in[cols + 4];",
+    "index": "out[(cols) - 1]",
+    "other order": "store(cols, out)",
+    "argument": "store(out, out)",
+    "call left out": "    out;\n",
+    "number": "cols + 3",
+    "sum or product": "scale / in[rows]",
+    "other name": "= scale * in[cols]",
+    "not added": "out[cols] = scale",
+}
+
+
+@pytest.mark.parametrize("operator", C_MADE)
+def test_what_an_operator_makes_of_a_kernel(operator: str) -> None:
+    made = [change.applied(C_CODE) for change in c_changes(C_CODE) if change.operator == operator]
+    assert [text for text in made if C_MADE[operator] in text], made
+    assert all("// a note; stays\n#define SIDE 128\n" in text for text in made)
+
+
 def test_types_are_left_alone() -> None:
     assert all("x: str | None" in change.applied(CODE) for change in changes(CODE))
 
 
 def test_each_change_is_one_that_python_reads() -> None:
-    for file in ("tools/mutations.py", "te_core/layers/linear.py"):
+    for file in ("tools/touched.py", "te_core/layers/linear.py"):
         text = Path(file).read_text()
-        for change in changes(text)[::5]:
+        for change in changes(text)[::200]:
             ast.parse(change.applied(text))
 
 
@@ -87,7 +153,7 @@ def test_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     (touched.FOLDER / "main.json").write_text(json.dumps({"te_core/code.py:scaled": cases}))
     drawn = mutants.sample(12, 1, ["te_core/"])
     assert drawn == mutants.sample(12, 1, ["te_core/"]) != mutants.sample(12, 2, ["te_core/"])
-    assert len({mutant.new for mutant in drawn}) == 12 and all("x + 1" in mutant.new for mutant in drawn)
+    assert drawn and all("x + 1" in mutant.new and mutant.new != mutant.old for mutant in drawn)
     assert {mutant.tests for mutant in drawn} == {tuple(f"tests/test_code.py::test_it[{n}]" for n in range(1, 7))}
 
     def judged(chosen: list[mutants.Mutant], jobs: int, keep: object) -> dict[str, mutants.Verdict]:
