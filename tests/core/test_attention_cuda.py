@@ -18,6 +18,7 @@ import pytest
 
 from te_core import dtypes
 from te_core.attention import AttentionSpec, Lengths
+from te_core.errors import ArgumentError
 from te_core.ops.attention import attention_backward, attention_forward
 from te_core.ops.attention_terms import NOTHING, Terms
 from te_core.runtime import Runtime
@@ -352,3 +353,17 @@ def test_empty_sequences_leave_zeros():
     got = rt.numpy(out)[70:].astype(np.float32)
     assert np.abs(got - want).max() <= 2.0**-6 * np.abs(want).max()
     assert np.isfinite(rt.numpy(stats)[70:]).all()
+
+
+def test_one_device():
+    """All tensors lie where the runtime is."""
+    rt, cpu = cuda_runtime(), Runtime.cpu()
+    q, k, v, terms = batch(rt, [5, 60])
+    spec = replace(THD, max_q=64, max_kv=64)
+    there = cpu.tensor(rt.numpy(q))
+    for call in ((q, k, there), (there, k, v)):
+        with pytest.raises(ArgumentError, match="one device"):
+            attention_forward(rt, *call, spec=spec, terms=terms)
+    cu = cpu.tensor(np.array([0, 5, 65], np.int32))
+    with pytest.raises(ArgumentError, match="one device"):
+        attention_forward(rt, q, k, v, spec=spec, terms=Terms(Lengths(cu, cu)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from te_core import functional as te
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from tests.functional_cases import RECIPES, WHOLE, Right, right
 
@@ -227,42 +227,3 @@ def test_seeds_on_a_device() -> None:
     assert bits(found) == bits(wanted)
     with pytest.raises(ArgumentError, match=r"seed = .*\[6, 2\]"):
         te.transformer_layer(**arrays, **options, seed=pairs[0])
-
-
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "no heads": ({"num_attention_heads": None}, "no num_attention_heads"),
-    "other heads": ({"num_attention_heads": 3}, "3 heads in . groups with"),
-    "other groups": ({"num_gqa_groups": 3}, "4 heads in 3 groups"),
-    "a mask that is not there": ({"attn_mask_type": "arbitrary"}, "attn_mask_type='arbitrary'"),
-    "packed tokens": ({"qkv_format": "thd"}, "qkv_format='thd'.*'bshd'"),
-    "padding without lengths": ({"attn_mask_type": "padding", "cu_seqlens_q": None}, "'padding' without cu_seqlens_q"),
-    "lengths without padding": (
-        {"attn_mask_type": "causal", "cu_seqlens_q": np.array([0, 3, 8], np.int32)},
-        "'causal' with cu_seqlens_q",
-    ),
-    "an option of modules": ({"layer_number": 1}, "layer_number"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_mistake_is_said(name: str, mistake: str) -> None:
-    wrong, said = MISTAKES[mistake]
-    arrays, options = plain(name)
-    with pytest.raises(ArgumentError, match=f"(?s){said}.*To do"):
-        getattr(te, name)(**{**arrays, **options, **wrong})
-
-
-def test_a_gated_mlp_has_twice_the_rows() -> None:
-    arrays, options = plain("transformer_layer")
-    arrays["layernorm_mlp_fc1_weight"] = arrays["layernorm_mlp_fc1_weight"][:24].copy()
-    arrays.pop("layernorm_mlp_fc1_bias", None)
-    with pytest.raises(ArgumentError, match="fc1_weight of 24 rows"):
-        te.transformer_layer(**arrays, **options)
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_attention_in_fp8_is_refused(name: str) -> None:
-    arrays, options = plain(name)
-    with pytest.raises(UnsupportedError, match=f"{name}.*fp8_dpa"):
-        getattr(te, name)(**arrays, **options, recipe=Float8CurrentScaling(fp8_dpa=True))

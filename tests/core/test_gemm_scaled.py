@@ -18,7 +18,7 @@ from te_core import dtypes as D
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.backends.cuda import gemm as cuda_gemm
 from te_core.backends.cuda import gemm_run, gemm_tune
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import UnsupportedError
 from te_core.kernels import loader
 from te_core.ops.gemm import gemm
 from te_core.plan_cache import PlanCache
@@ -295,65 +295,6 @@ def test_mxfp8_in_every_transposition(spy):
         a = spy.empty((K, M) if trans_a else (M, K), D.float8_e4m3)
         b = spy.empty((N, K) if trans_b else (K, N), D.float8_e4m3)
         assert call(spy, "mxfp8", a=a, b=b, trans_a=trans_a, trans_b=trans_b).shape == (M, N)
-
-
-def fp8(*shape):
-    return Runtime.cpu().empty(shape, D.float8_e4m3)
-
-
-def f32(*shape):
-    return Runtime.cpu().empty(shape, D.float32)
-
-
-def u8(*shape):
-    return Runtime.cpu().empty(shape, D.uint8)
-
-
-WRONG = {
-    "mixed scalings": ("block", {"b_format": Format(D.float8_e4m3, "mxfp8")}),
-    "one format only": ("block", {"b_format": None}),
-    "a per-tensor format": ("block", {"a_format": Format(D.float8_e4m3), "b_format": Format(D.float8_e4m3)}),
-    "amax without a format": ("nvfp4", {"a_format": None, "b_format": None}),
-    "two tiled": ("block", {"a_format": TILES, "a_scale": f32(1, 4)}),
-    "e5m2 pair": ("mxfp8", {"a_format": Format(D.float8_e5m2, "mxfp8"), "b_format": Format(D.float8_e5m2, "mxfp8")}),
-    "data of another type": ("block", {"a_format": GRADIENT}),
-    "fp4 not packed": ("nvfp4", {"a": fp8(M, K // 2)}),
-    "no scale": ("block", {"a_scale": None}),
-    "fewer rows than scales": ("block", {"a": fp8(M - 8, K)}),
-    "rows no multiple of 8": ("block", {"a": fp8(M - 4, K), "a_scale": f32(3, M - 4)}),
-    "columns no multiple of 16": ("block", {"b": fp8(N - 8, K)}),
-    "scales the other way round": ("block", {"a_scale": f32(M, 3)}),
-    "tiled scales unpadded": ("block", {"b_scale": f32(2, 3)}),
-    "scales off the 16-byte grid": ("block", {"a_scale": Tensor(f32(4, M).ptr + 4, (3, M), D.float32, CPU, None)}),
-    "mxfp8 scales of fewer rows": ("mxfp8", {"b_scale": u8(128, 12)}),
-    "mxfp8 rows no multiple of 32": ("mxfp8", {"a": fp8(M - 16, K)}),
-    "no amax": ("nvfp4", {"b_amax": None}),
-    "an amax a row": ("nvfp4", {"a_format": Format(D.float4_e2m1, "nvfp4", row_scaled=True)}),
-    "block not along K": ("block", {"b": fp8(K, N), "trans_b": False}),
-    "a_sum": ("block", {"a_sum": f32(M)}),
-}
-
-
-def test_wrong_arguments(spy):
-    for scaling, changed in WRONG.values():
-        with pytest.raises(ArgumentError, match=r"gemm.*got .*Allowed: .*To do: "):
-            call(spy, scaling, **changed)
-        assert spy.backend.ran is None
-
-
-def test_a_cached_plan_does_not_let_wrong_scales_in(spy):
-    """The second call finds the first one's plan only if its scales and formats are the same."""
-    spy.plans = PlanCache()
-    same = {"a": spy.empty((M, K), D.float8_e4m3), "b": spy.empty((N, K), D.float8_e4m3), "out": f32(M, N)}
-    call(spy, "block", **same)  # the same memory in every call: how it is aligned is part of a key
-    for changed in ({"a_scale": f32(M, 3)}, {"b_format": PIECES}, {"a_format": None, "b_format": None}):
-        with pytest.raises(ArgumentError):
-            call(spy, "block", **same, **changed)
-
-
-def test_the_cpu_refuses_what_it_would_get_wrong():
-    with pytest.raises(UnsupportedError, match="dequantize"):
-        call(Runtime.cpu(), "block")
 
 
 # ---------------------------------------------------------------------------------------------- descriptors, anywhere

@@ -263,14 +263,6 @@ def test_quantized_in_the_same_pass(rt: Runtime, form: str, fp8: str, copies: An
     assert [rt.numpy(x).tobytes() for x in (ours[0].master, outs[0][0].rowwise or outs[0][0].columnwise)] == before
 
 
-def test_what_is_not_quantized_in_a_pass(rt: Runtime) -> None:
-    t = World((None, "float32", "float32", "float32"), 64, "bfloat16").tensors(rt)
-    parts = [x.reshape(8, 8) for x in (t.grad, t.m, t.v, t.master)]
-    current = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False)
-    with pytest.raises(ArgumentError, match="a given scale or tiles"):
-        ops.adam_quantized(rt, [AdamQuantized(*parts, allocate(rt, (8, 8), current), current)], AdamRule(**RULE))
-
-
 # ------------------------------------------------------------------------------------------------------- SGD
 
 
@@ -349,31 +341,3 @@ def test_norm_many(rt: Runtime) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ mistakes
-
-
-def test_arguments(rt: Runtime) -> None:
-    t = World(SORTS[3], 64, "bfloat16").tensors(rt)
-    rule = AdamRule(**RULE)
-    short = placed(rt, np.zeros(63, np.float32))
-    for wrong, match in (
-        (t._replace(m=short), "64 elements"),
-        (t._replace(v=rt.tensor(np.zeros(64, np.int32))), "spec.v=int32"),
-        (t._replace(master=rt.tensor(np.zeros(64, np.int8))), "spec.master=int8"),
-        (t._replace(param=None, master=None), "at least one of param and master"),
-        (t._replace(param=t.m, master=rt.tensor(np.zeros(64, np.int16))), "high half"),
-        (t._replace(m=rt.tensor(np.zeros(64, np.float16)), scales=None), "scales"),
-    ):
-        with pytest.raises(ArgumentError, match=match):
-            ops.adam(rt, [wrong], rule)
-    with pytest.raises(ArgumentError, match="one sort"):
-        ops.adam(rt, [t, World(SORTS[1], 64, "bfloat16").tensors(rt)], rule)
-    with pytest.raises(ArgumentError, match="one sort"):
-        ops.adam(rt, [t, t._replace(v=rt.tensor(np.zeros(64, numpy_dtype("bfloat16"))))], rule)
-    with pytest.raises(ArgumentError, match="step=0"):
-        ops.adam(rt, [t], AdamRule(**{**RULE, "step": 0}))
-    with pytest.raises(ArgumentError, match="lr"):
-        ops.adam(rt, [t], AdamRule(**{**RULE, "lr": on_device(rt, 1, np.float64)}))
-    with pytest.raises(ArgumentError, match="an out for each"):
-        ops.scale_many(rt, [t.m], [], 1.0)
-    with pytest.raises(ArgumentError, match="dtype of grad"):
-        ops.sgd(rt, [SgdTensors(rt.tensor(np.zeros(4, np.int32)), rt.tensor(np.zeros(4, np.int32)))], SgdRule(0.1))

@@ -232,13 +232,6 @@ def test_update_scales_by_hand(rt, algo):
     np.testing.assert_array_equal(rt.numpy(state.used), [5, 6])
 
 
-def test_a_state_that_is_given_twice_is_refused(rt):
-    """A GPU would update it in two blocks at once."""
-    states, _ = update_case(rt, np.random.default_rng(0), 3, 4)
-    with pytest.raises(ArgumentError, match="1 of 4 states twice"):
-        ops.update_scales(rt, [*states, states[1]], "max")
-
-
 # ---------------------------------------------------------------------------------------------- CUDA alone
 
 

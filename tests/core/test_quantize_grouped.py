@@ -198,28 +198,6 @@ def test_nothing(rt):
     assert ops.amax_many(rt, []).shape == (0,)
 
 
-def test_refusals(rt):
-    x = rt.zeros((8, 16), dtypes.float32)
-    cast = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False)
-    other = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=True)
-    finer = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False, epsilon=1.0)
-    for splits, casts, what in (
-        ([4, 5], [cast, cast], "add up"),
-        ([9, -1], [cast, cast], "add up"),
-        ([4, 4], [cast], "one cast"),
-        ([4, 4], [cast, other], "tensors only"),
-        ([4, 4], [cast, finer], "tensors only"),
-    ):
-        with pytest.raises(ArgumentError, match=what):
-            ops.quantize_grouped(rt, x, splits, casts)
-    with pytest.raises(ArgumentError, match="one width"):
-        ops.quantize_many(rt, [x, rt.zeros((8, 32), dtypes.float32)], [cast, cast])
-    with pytest.raises(ArgumentError, match="column_sum"):
-        ops.quantize_grouped(
-            rt, x, [4, 4], [cast, cast], [rt.zeros((16,), dtypes.float32), rt.zeros((8,), dtypes.float32)]
-        )
-
-
 def test_plans_do_not_know_the_rows(rt):
     """Splits change with every step: after the first call nothing is planned again."""
     casts = make_casts(rt, "current", 3)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from te_core import dtypes, ops
-from te_core.errors import ArgumentError
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
@@ -316,19 +315,6 @@ def test_rows_with_their_own_amax_are_independent(rt):
     for name in ("rowwise", "rowwise_scale"):
         a, b = (codes(rt, getattr(q, name))[:32] for q in (one, other))
         np.testing.assert_array_equal(a[keep], b[keep])
-
-
-def test_refusals(rt):
-    """Options that exclude each other."""
-    x = placed(rt, np.ones((16, 16), np.float32))
-    for options in product((False, True), (False, True), (False, True), (False, True), (None, "MAE")):
-        if options in OPTIONS:
-            continue
-        with pytest.raises(ArgumentError):
-            ops.quantize(rt, x, make_cast(rt, options))
-    for wrong in (make_cast(rt, (False, False, False, False, "MAX")), make_cast(rt, bound=240)):
-        with pytest.raises(ArgumentError):
-            ops.quantize(rt, x, wrong)
 
 
 @requires_cuda

@@ -11,7 +11,7 @@ from te_core import dtypes, ops
 from te_core.errors import ArgumentError
 from te_core.ops.quantize import dequantize
 from te_core.quantized import Cast, Format
-from te_core.statistics import SLOTS, Statistics, empty, merge
+from te_core.statistics import Statistics, empty, merge
 from tests.core.covering_lists import covering_lists
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
@@ -163,14 +163,3 @@ def test_any_beginning(rt):
         found = taken(rt, x.rows(start, 3900))
         close(found.l1_norm, np.abs(v[start:3900]).sum())
         assert found.count == 3900 - start
-
-
-def test_wrong_arguments(rt):
-    x, record = rt.tensor(np.ones((32, 64), np.float32)), rt.tensor(empty())
-    q = ops.quantize(rt, x, Cast(E4M3, rowwise=True, columnwise=False))
-    with pytest.raises(ArgumentError, match="float64"):
-        ops.statistics(rt, x, rt.tensor(np.zeros(SLOTS, np.float32)))
-    with pytest.raises(ArgumentError, match="q of x's shape"):
-        ops.statistics(rt, rt.tensor(np.ones((16, 64), np.float32)), record, q)
-    with pytest.raises(ArgumentError, match="without the copy"):
-        ops.statistics(rt, x, record, q, columnwise=True)
