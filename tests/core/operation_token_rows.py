@@ -477,7 +477,16 @@ def unpermute_backward(size: Any, dtype: str, number: int) -> Case:
 # -------------------------------------------------------------------------------------- sequences over ranks
 
 #: (batch, tokens, heads, width): vectors of 8, 4, 2 and 1 elements, rows longer than a block, and nothing at all.
-PARTIALS = [(2, 6, 3, 16), (1, 5, 2, 12), (3, 4, 1, 6), (2, 3, 2, 7), (1, 2, 1, 4104), (2, 33, 5, 128), (2, 40, 3, 7), (2, 0, 3, 8)]
+PARTIALS = [
+    (2, 6, 3, 16),
+    (1, 5, 2, 12),
+    (3, 4, 1, 6),
+    (2, 3, 2, 7),
+    (1, 2, 1, 4104),
+    (2, 33, 5, 128),
+    (2, 40, 3, 7),
+    (2, 0, 3, 8),
+]
 TYPES = [
     "bfloat16-bfloat16-bfloat16",
     "bfloat16-bfloat16-float32",
