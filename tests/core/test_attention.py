@@ -5,7 +5,6 @@ What a backend cannot do it refuses, and then te_core.attention_rules must have 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from te_core import dtypes
-from te_core.attention import AttentionSpec
+from te_core.attention import AttentionSpec, Lengths
 from te_core.device import DeviceInfo
 from te_core.errors import UnsupportedError
 from te_core.ops.attention import attention_backward, attention_forward
@@ -243,15 +242,6 @@ def test_what_the_rules_must_refuse(case, version):
     assert cases.ruled(H200, version, case)
 
 
-@pytest.mark.parametrize("version", CUDNN, ids=str)
-def test_what_the_rules_refuse(version):
-    """Printed (pytest -s): each reason, with how many of the pairwise cases meet it first."""
-    reasons = Counter(cases.ruled(H200, version, c) for c in PAIRS)
-    for reason, count in reasons.most_common():
-        print(f"{count:4} of {len(PAIRS)}: {reason or 'accepted'}")
-    assert reasons[None]
-
-
 #: Others of these lie, are grouped or are as wide as one that is run.
 ALIKE = {
     Case(**(BASE | one))
@@ -384,6 +374,56 @@ def test_largest_logits_of_nothing(rt):
     made = cases.make(rt, Case("bf16", mask="padding", max_logit=True), sequences=Sequences(4, 4, (0, 3), (0, 0)))
     y = attention_forward(rt, *made.tensors, spec=made.spec, terms=made.terms)
     assert (rt.numpy(y.max_logit) == -np.inf).all()
+
+
+def running(rt: Runtime, lengths: list[int]) -> Tensor:
+    """Running sums."""
+    return rt.tensor(np.cumsum([0, *lengths]).astype(np.int32))
+
+
+def test_a_paged_cache_is_read_through_its_table() -> None:
+    rt, rng, block = Runtime.cpu(), np.random.default_rng(11), 4
+    q = rng.standard_normal((2, 3, 4, 8), np.float32)
+    cache_k, cache_v = (rng.standard_normal((7, block, 2, d), np.float32) for d in (8, 6))
+    pages, lengths = np.array([[5, 1, 3], [2, 6, 0]], np.int32), [9, 6]
+    spec = AttentionSpec(0.35, "bshd", "bshd", right=0, bottom_right=True, padded=True)
+    queries, keys = running(rt, [3, 2]), running(rt, lengths)
+    found = attention_forward(
+        rt,
+        rt.tensor(q),
+        rt.tensor(cache_k),
+        rt.tensor(cache_v),
+        spec=spec,
+        terms=Terms(Lengths(queries, keys), pages=rt.tensor(pages)),
+    )
+    k, v = (cache[pages].reshape(2, 3 * block, 2, -1) for cache in (cache_k, cache_v))
+    plain = attention_forward(rt, *map(rt.tensor, (q, k, v)), spec=spec, terms=Terms(Lengths(queries, keys)))
+    np.testing.assert_array_equal(found.out.numpy(), plain.out.numpy())
+
+
+@pytest.mark.parametrize("tile", [200, 3200, 13000])  # some queries, one group of a sequence, two sequences
+def test_tiles_and_parts_change_nothing(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_core.backends.cpu import attention_scores
+
+    rt, rng, lengths = Runtime.cpu(), np.random.default_rng(11), [40, 40, 40, 17, 40, 40]
+    q, k, v, dy = (rt.tensor(rng.random((6, 40, n, 16), np.float32) - 0.5) for n in (4, 2, 2, 4))
+    spec = AttentionSpec(
+        0.35, "bshd", "bshd", left=9, right=1, padded=True, bias="post_scale_bias", dropout=0.2, max_logit=True
+    )
+    bias = rt.tensor(rng.standard_normal((1, 4, 40, 40), np.float32))
+    terms = Terms(
+        Lengths(running(rt, lengths), running(rt, lengths)), bias=bias, rng=rt.tensor(np.array([7, 0], np.int64))
+    )
+
+    def run() -> list[Any]:
+        found = attention_forward(rt, q, k, v, spec=spec, terms=terms)
+        grads = attention_backward(rt, dy, q, k, v, found.out, found.stats, spec=spec, terms=terms, bias_grad=True)
+        return [t.numpy() for t in (found.out, found.stats, found.max_logit, *grads[:4])]
+
+    whole = run()
+    monkeypatch.setattr(attention_scores, "TILE", tile)
+    for a, b in zip(whole, run(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------ dropout

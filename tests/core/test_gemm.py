@@ -17,7 +17,8 @@ from tests.covering import covering
 from tests.reference import gemm as reference
 from tests.tolerances import DB, snr_db
 
-SIZES = [(64, 48, 32), (7, 13, 5), (1, 1, 1), (33, 65, 129), (128, 8, 17)]
+#: The last one of several blocks of rows on the CPU.
+SIZES = [(64, 48, 32), (7, 13, 5), (1, 1, 1), (33, 65, 129), (128, 8, 17), (101, 700, 40)]
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
 BOUND = {D.bfloat16: DB["bf16"], D.float16: DB["fp16"], D.float32: DB["fp32"]}
 PAIRS = [

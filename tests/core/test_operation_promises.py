@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from te_core import dtypes, ops
+from te_core.backends.cpu.executor import CHUNK, row_blocks
 from te_core.kernels import loader
 from te_core.ops import KVCache
 from te_core.ops.activation import KINDS
@@ -347,3 +348,27 @@ def test_every_row_of_a_norm_is_covered_by_its_team() -> None:
     assert tiling.forward_team(5120, 8, 2).is_full(5120)
     assert not tiling.forward_team(4104, 8, 2).is_full(4104)
     assert tiling.backward_team(16392, 8) is None
+
+
+# ---------------------------------------------------------------------------------------- the CPU's blocks of rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(0, 5), (5, 0), (1, 1), (7, CHUNK + 1), (101, 700), (2 * CHUNK + 5, 1), (2 * CHUNK + 5, 3)]
+)
+def test_blocks_cover_each_row_once(rows: int, columns: int) -> None:
+    blocks = list(row_blocks(rows, columns))
+    assert [i for b in blocks for i in range(b.start, b.stop)] == list(range(rows))
+    assert all(b.stop - b.start == 1 or (b.stop - b.start) * columns <= CHUNK for b in blocks)
+
+
+def test_a_far_mean_costs_the_variance_nothing() -> None:
+    cpu = Runtime.cpu()
+    # The float32 mean is off by up to half its last place, 3e-5 here; the spread is 4e-5.
+    rows = 1000.0 + np.random.default_rng(0).integers(-2, 3, (8, 4001)) * 2.0**-14
+    x = cpu.tensor(rows.astype(np.float32))
+    g = cpu.tensor(np.ones(4001, np.float32))
+    _, _, mean, rstd = ops.norm_forward(cpu, x, g, g, kind="LayerNorm", eps=1e-12)
+    exact = rows.astype(np.float64)
+    np.testing.assert_allclose(cpu.numpy(mean), exact.mean(axis=1), rtol=6e-8)
+    np.testing.assert_allclose(cpu.numpy(rstd), 1 / np.sqrt(exact.var(axis=1) + 1e-12), rtol=1e-6)

@@ -317,87 +317,72 @@ ROWS.each(padded_otherwise, mode=("p2p", "all_gather", "a2a"))
 
 # --------------------------------------------------------------------------------------------------- functions
 
-X, W = np.ones((4, 16), np.float32), np.ones((8, 16), np.float32)
+X, W, DY = (np.ones(shape, np.float32) for shape in ((4, 16), (8, 16), (4, 8)))
+T = W.T.copy()
 RECIPE = DelayedScaling(amax_history_len=2)
-DY = np.ones((4, 8), np.float32)
+read_only = W.copy()
+read_only.flags.writeable = False
 
 
-def frozen(array: Any) -> Any:
-    """A copy that is read-only."""
-    array = array.copy()
-    array.flags.writeable = False
-    return array
+def back(dy: Any = DY, into: Any = None, **options: Any) -> None:
+    """Of a linear."""
+    te.linear(X, W, **options)[1](dy, **({} if into is None else {"into": into}))
 
 
+for args, options in (
+    ((X.astype(np.int32), W), {}),
+    ((X, W.astype(np.float16)), {}),
+    ((X, W[:, :8]), {}),
+    ((X, W[0]), {}),
+    ((X, T), {}),
+    ((X, W), {"turned": True}),
+    ((X, T), {"turned": 1}),
+    ((X, T), {"turned": True, "recipe": MXFP8BlockScaling()}),
+    ((X,), {}),
+    ((X, "weight"), {}),
+    ((X, W), {"bais": W[0]}),
+    ((X, W), {"x": X}),
+    ((X, W), {"needs": ("bias",)}),
+    ((X, W), {"rt": 3}),
+    ((X, W), {"recipe": "fp8"}),
+    ((X, W), {"recipe": RECIPE}),
+):
+    ROWS.add(te.linear, *args, **options)
+states = te.Scaling(RECIPE, te.layernorm_mlp, like=X), te.Scaling(DelayedScaling(), te.linear, like=X)
+wrong_maps = np.full(8, -2, np.int32)
+long, short = np.array([0, 9], np.int32), np.array([0, 4], np.int32)
+packed = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": long, "cu_seqlens_kv": short}
+elsewhere_w = Tensor(W.ctypes.data, W.shape, F32, Device("cuda", 3), W)
+norm = {"layer_norm_weight": X[0], "layer_norm_bias": X[0], "fc2_weight": W, "activation": "swiglu"}
 add(
     {
-        "te.linear of int32": lambda: te.linear(X.astype(np.int32), W),
-        "te.linear with a weight in float16": lambda: te.linear(X, W.astype(np.float16)),
-        "te.linear with a narrow weight": lambda: te.linear(X, W[:, :8]),
-        "te.linear with a vector": lambda: te.linear(X, W[0]),
-        "te.linear with a transposed weight": lambda: te.linear(X, np.ones((16, 8), np.float32).T),
-        "te.linear in another byte order": lambda: te.linear(X.astype(">f4"), W),
-        "te.linear of a masked array": lambda: te.linear(np.ma.masked_array(X), W),
-        "te.linear with a weight elsewhere": lambda: te.linear(
-            X, Tensor(W.ctypes.data, W.shape, F32, Device("cuda", 3), W)
-        ),
-        "te.linear without a weight": lambda: te.linear(X),
-        "te.linear with a word": lambda: te.linear(X, "weight"),
-        "te.linear(bais=)": lambda: te.linear(X, W, bais=W[0]),
-        "te.linear with x twice": lambda: te.linear(X, W, x=X),
-        "te.linear(needs='bias')": lambda: te.linear(X, W, needs=("bias",)),
-        "te.linear(rt=3)": lambda: te.linear(X, W, rt=3),
-        "te.activation('gleu')": lambda: te.activation(X, activation="gleu"),
-        "te.linear(recipe='fp8')": lambda: te.linear(X, W, recipe="fp8"),
-        "te.rmsnorm(recipe=)": lambda: te.rmsnorm(X, X[0], recipe=RECIPE),
-        "te.linear without a state": lambda: te.linear(X, W, recipe=RECIPE),
-        "te.linear with another layer's state": lambda: te.linear(
-            X, W, recipe=RECIPE, scaling=te.Scaling(RECIPE, te.layernorm_mlp, like=X)
-        ),
-        "te.linear with another recipe's state": lambda: te.linear(
-            X, W, recipe=RECIPE, scaling=te.Scaling(DelayedScaling(), te.linear, like=X)
-        ),
-        "te.bias_dropout_add without a seed": lambda: te.bias_dropout_add(X, hidden_dropout=0.5),
-        "back of float64": lambda: te.linear(X, W)[1](np.ones((4, 8))),
-        "back of other rows": lambda: te.linear(X, W)[1](DY[:3]),
-        "back into what is read-only": lambda: te.linear(X, W)[1](DY, into={"weight": frozen(W)}),
-        "back into other rows": lambda: te.linear(X, W)[1](DY, into={"weight": W[:4].copy()}),
-        "back into x": lambda: te.linear(X, W)[1](DY, into={"x": X.copy()}),
-        "back without needs": lambda: te.linear(X, W, needs=())[1](DY),
-        "te.moe_unpermute by no map": lambda: te.moe_unpermute(
-            X, np.full(8, -2, np.int32), map_type="index", num_tokens=4
-        ),
-        "te.grouped_linear(m_splits=[3, 2])": lambda: te.grouped_linear(X, [W, W], m_splits=[3, 2]),
-        "te.attention with long lengths": lambda: te.attention(
-            *[X.reshape(4, 2, 8)] * 3,
-            qkv_format="thd",
-            attn_mask_type="padding",
-            cu_seqlens_q=np.array([0, 9], np.int32),
-            cu_seqlens_kv=np.array([0, 4], np.int32),
-        ),
-        "te.linear quantized by another recipe": lambda: te.linear(
+        "linear with a transposed weight": lambda: te.linear(X, W.T),
+        "linear in another byte order": lambda: te.linear(X.astype(">f4"), W),
+        "linear of a masked array": lambda: te.linear(np.ma.masked_array(X), W),
+        "linear with a weight elsewhere": lambda: te.linear(X, elsewhere_w),
+        "linear with another layer's state": lambda: te.linear(X, W, recipe=RECIPE, scaling=states[0]),
+        "linear with another recipe's state": lambda: te.linear(X, W, recipe=RECIPE, scaling=states[1]),
+        "linear quantized by another recipe": lambda: te.linear(
             X, te.quantize(W, RECIPES["block"]), recipe=RECIPES["current"]
         ),
-        "te.linear quantized without a recipe": lambda: te.linear(X, te.quantize(W, RECIPES["current"])),
-        "te.layernorm_mlp of other rows": lambda: te.layernorm_mlp(
-            X, X[0], X[0], fc1_weight=W, fc2_weight=W, activation="swiglu"
-        ),
-        "te.layernorm_linear without the norm's bias": lambda: te.layernorm_linear(X, X[0], weight=W),
-        "te.linear(turned=True) in MXFP8": lambda: te.linear(X, W.T.copy(), recipe=MXFP8BlockScaling(), turned=True),
-        "te.linear(turned=True) of [out, in]": lambda: te.linear(X, W, turned=True),
-        "te.linear of [in, out]": lambda: te.linear(X, W.T.copy()),
-        "te.linear(turned=1)": lambda: te.linear(X, W.T.copy(), turned=1),
-        "te.layernorm_mlp(turned=True) of other rows": lambda: te.layernorm_mlp(
-            X,
-            layer_norm_weight=X[0],
-            layer_norm_bias=X[0],
-            fc1_weight=W.T.copy(),
-            fc2_weight=W,
-            activation="swiglu",
-            turned=True,
-        ),
+        "linear quantized without a recipe": lambda: te.linear(X, te.quantize(W, RECIPES["current"])),
+        "back into what is read-only": lambda: back(into={"weight": read_only}),
+        "attention with long lengths": lambda: te.attention(*[X.reshape(4, 2, 8)] * 3, **packed),
     }
 )
+ROWS.add(te.activation, X, activation="gleu")
+ROWS.add(te.rmsnorm, X, X[0], recipe=RECIPE)
+ROWS.add(te.bias_dropout_add, X, hidden_dropout=0.5)
+ROWS.add(te.moe_unpermute, X, wrong_maps, map_type="index", num_tokens=4)
+ROWS.add(te.grouped_linear, X, [W, W], m_splits=[3, 2])
+ROWS.add(te.layernorm_mlp, X, fc1_weight=W, **norm)
+ROWS.add(te.layernorm_mlp, X, fc1_weight=T, turned=True, **norm)
+ROWS.add(te.layernorm_linear, X, X[0], weight=W)
+ROWS.add(back, np.ones((4, 8)))
+ROWS.add(back, DY[:3])
+ROWS.add(back, into={"weight": W[:4].copy()})
+ROWS.add(back, into={"x": X.copy()})
+ROWS.add(back, needs=())
 
 
 def call(name: str, recipe: Any = None, **wrong: Any) -> None:
