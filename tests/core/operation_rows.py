@@ -605,6 +605,8 @@ MASKS = [
 L2 = [(1, 1), (5, 3), (40, 64), (9, 72), (33, 128), (3, 256), (2, 1000), (7, 4096), (2, 65536), (3, 20001), (0, 8)]
 LARGEST = [(5, 9), (0,), (1,), (7,), (4096,), (3, 5, 7), (1000, 999), (40, 64), (33, 16), (16, 31), (2, 300)]
 DROPPED = [(shape, (0.0, 0.1, 0.5, 0.9)[i % 4]) for i, shape in enumerate(SHAPES)] + [((65, 512), 1.0)] * 2
+#: Blocks of the CPU's rows that begin within a draw of four.
+DROPPED += [((50, 701), 0.4)]
 ROWS: dict[str, Row] = {
     "activation": Row(activation, ACTIVATIONS, large=[(kind, (384, 1024), None) for kind in KINDS]),
     "far activation": Row(far_activation, KINDS, every=True),

@@ -23,8 +23,8 @@ from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core import attention_cases as cases
 from tests.core.attention_cases import HEADS, Case, Made, Sequences
-from tests.core.covering_lists import covering_lists
 from tests.core.inputs import poisoned
+from tests.covering import covering
 from tests.reference import attention as reference
 from tests.reference.elementwise import keep
 from tests.tolerances import DB
@@ -236,7 +236,7 @@ REFUSED = [
 ]
 
 
-@covering_lists(pytest.mark.parametrize("case", REFUSED, ids=str), pytest.mark.parametrize("version", CUDNN, ids=str))
+@covering(case=REFUSED, version=CUDNN)
 def test_what_the_rules_must_refuse(case, version):
     """What cuDNN has no kernels to train with."""
     assert cases.ruled(H200, version, case)
@@ -267,12 +267,7 @@ def test_essential(rt, case):
 BOTTOM_RIGHT = {"causal_bottom_right": "bshd", "window_left_bottom_right": "sbhd", "padding_causal_bottom_right": "thd"}
 
 
-@covering_lists(
-    pytest.mark.parametrize("mask", BOTTOM_RIGHT),
-    pytest.mark.parametrize("bias", ["none", "alibi", "alibi_h", "alibi_bh"]),
-    pytest.mark.parametrize("lengths", ["cross", "tall"]),
-    turns=2,
-)
+@covering(mask=BOTTOM_RIGHT, bias=["none", "alibi", "alibi_h", "alibi_bh"], lengths=["cross", "tall"], turns=2)
 def test_a_diagonal_that_ends_bottom_right(rt, mask, bias, lengths):
     """More keys than queries, and fewer: which keys are seen, and how far ALiBi finds them."""
     case = Case(mask=mask, layout=BOTTOM_RIGHT[mask], bias=bias, lengths=lengths, dims=(64, 64))
@@ -431,19 +426,15 @@ def test_tiles_and_parts_change_nothing(tile: int, monkeypatch: pytest.MonkeyPat
 RNG = (2**40 + 7, 3)
 
 
-@covering_lists(
-    pytest.mark.parametrize("p", [0.1, 0.5]),
-    pytest.mark.parametrize(
-        "case",
-        [
-            Case("fp32"),
-            Case("fp32", mask="causal", shared=2),
-            Case("bf16", "thd_gaps", mask="padding_causal"),
-            Case("fp32", "sbhd", bias="bhss", softmax="learnable", lengths="cross"),
-            Case("fp32", softcap=2.0, lengths="tall"),
-        ],
-        ids=str,
-    ),
+@covering(
+    p=[0.1, 0.5],
+    case=[
+        Case("fp32"),
+        Case("fp32", mask="causal", shared=2),
+        Case("bf16", "thd_gaps", mask="padding_causal"),
+        Case("fp32", "sbhd", bias="bhss", softmax="learnable", lengths="cross"),
+        Case("fp32", softcap=2.0, lengths="tall"),
+    ],
 )
 def test_dropout_by_the_formula(case, p):
     """The CPU's mask: word ((b h + head) sq + i) skv + j of the stream that te_core/ops/elementwise.py describes."""
@@ -486,7 +477,7 @@ class Dropped:
         return self.dv.transpose(0, 2, 3, 1) * self.n
 
 
-@covering_lists(pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9]), pytest.mark.parametrize("form", ["bshd", "sbhd"]))
+@covering(p=[0.1, 0.25, 0.5, 0.9], form=["bshd", "sbhd"])
 def test_dropout_mask(rt, p, form):
     """As many kept as p says, in each head and each column; scaled by 1 / (1 - p); the same in backward.
 
@@ -525,19 +516,15 @@ def test_dropout_draws(rt):
 # ------------------------------------------------------------------------------------------------------ the reference
 
 
-@covering_lists(
-    pytest.mark.parametrize("p", [0.0, 0.5]),
-    pytest.mark.parametrize(
-        "case",
-        [
-            Case("fp32"),
-            Case("fp32", mask="causal_bottom_right", lengths="cross", shared=2, dims=(40, 72)),
-            Case("fp32", mask="padding", bias="111s", softmax="learnable", softcap=2.0, lengths="no keys"),
-            Case("fp32", mask="window_both", bias="bhss", softmax="off-by-one", shared=4),
-            Case("fp32", mask="arbitrary", bias="alibi_bh", softmax="learnable", lengths="tall"),
-        ],
-        ids=str,
-    ),
+@covering(
+    p=[0.0, 0.5],
+    case=[
+        Case("fp32"),
+        Case("fp32", mask="causal_bottom_right", lengths="cross", shared=2, dims=(40, 72)),
+        Case("fp32", mask="padding", bias="111s", softmax="learnable", softcap=2.0, lengths="no keys"),
+        Case("fp32", mask="window_both", bias="bhss", softmax="off-by-one", shared=4),
+        Case("fp32", mask="arbitrary", bias="alibi_bh", softmax="learnable", lengths="tall"),
+    ],
 )
 def test_reference_by_finite_differences(case, p):
     """The gradients are the slopes of sum(dy * out) along random directions."""

@@ -17,10 +17,10 @@ from te_core.ops.loss import LossTerms
 from te_core.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe, resolve
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-from tests.core.covering_lists import covering_lists
 from tests.core.inputs import numpy_dtype, placed, poisoned
 from tests.core.operation_rows import FACTORS, logits, loss_gradient
 from tests.core.operations import judge
+from tests.covering import covering
 from tests.reference import loss as reference
 from tests.tolerances import DB, snr_db
 
@@ -142,13 +142,7 @@ def gradients_of(operands: tuple[np.ndarray, ...], grad: np.ndarray, factors: tu
 RECIPES = [None, Float8CurrentScaling(), Float8BlockScaling()]
 
 
-@covering_lists(
-    pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__),
-    pytest.mark.parametrize("dtype", ["float32", "bfloat16"]),
-    pytest.mark.parametrize("rows", [0, 1, 50]),
-    pytest.mark.parametrize("chunk", [None, 16, 48]),
-    pytest.mark.parametrize("factors", FACTORS[:4], ids=str),
-)
+@covering(recipe=RECIPES, dtype=["float32", "bfloat16"], rows=[0, 1, 50], chunk=[None, 16, 48], factors=FACTORS[:4])
 def test_a_product_in_chunks(
     rt: Runtime, recipe: Recipe | None, dtype: str, rows: int, chunk: int | None, factors: tuple[float, float]
 ) -> None:

@@ -22,7 +22,7 @@ from tests.core.face import Right, layer_specs, tensor
 from tests.core.fake_cuda import Machine
 from tests.core.inputs import DTYPES, FP8, poisoned, values
 from tests.core.operation_rows import rng_of
-from tests.core.operations import Array, Put, judge, sums, type_of
+from tests.core.operations import Put, judge, sums, type_of
 from tests.core.test_cuda_launches import launched
 from tests.core.test_quantize_grouped import same
 from tests.covering import covering
