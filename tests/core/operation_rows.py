@@ -56,7 +56,7 @@ def activation(size: Any, dtype: str, number: int) -> Case:
     argument, gate = wide[:, :columns], wide[:, columns:] if kind in GATED else 1.0
     part, grad = 1e-3, np.abs(dy.astype(np.float64))
     if clamped:
-        gate, part = gate + abs(formula.offset), 1e-2
+        gate, part = gate + 1 + abs(formula.offset), 1e-2
         slack = np.concatenate([grad * (1 + argument) * gate, grad * (1 + argument)], axis=1)
     else:
         slack = np.concatenate([grad * gate, part * grad * argument], axis=1) if kind in GATED else grad * gate
@@ -611,7 +611,7 @@ ROWS: dict[str, Row] = {
     "activation": Row(activation, ACTIVATIONS, large=[(kind, (384, 1024), None) for kind in KINDS]),
     "far activation": Row(far_activation, KINDS, every=True),
     "add": Row(add, [*SHAPES, (7,), (3, 4, 5)], every=True),
-    "bias_dropout_add": Row(bias_dropout_add, DROPPED, large=[((300, 1048), 0.3), ((77, 333), 0.3)]),
+    "bias_dropout_add": Row(bias_dropout_add, DROPPED, large=[((300, 1048), 0.3), ((77, 333), 0.3)], exact=True),
     "rank_sum": Row(rank_sum, [(*size, pieces) for size in RANKS for pieces in (1, 3)], every=True),
     "resize": Row(resize, [*_resized()], ("uint8", "bfloat16", "float32"), every=True),
     "transpose": Row(
@@ -627,7 +627,7 @@ ROWS: dict[str, Row] = {
     ),
     "padding_order": Row(padding, [(*m, form) for m in MASKS for form in ("sbhd", "bshd")], ("bool", "uint8")),
     "l2_norm": Row(l2_norm, L2, large=[(65, 128)]),
-    "norm": Row(norm, NORMS, large=NORMS[::4]),
+    "norm": Row(norm, NORMS, large=NORMS[::6]),
     "norm of a branch": Row(branch_norm, BRANCHES, large=BRANCHES[::4]),
     "softmax": Row(softmax, SOFTMAXES, large=[((1, 2, 3, n), Band(), None, None, False) for n in (1024, 40000)]),
     "loss": Row(

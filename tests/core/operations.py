@@ -74,7 +74,7 @@ class Row(NamedTuple):
     dtypes: Sequence[str] = DTYPES
     large: Sequence[Any] = ()  # of what a GPU's results are compared with a CPU's
     every: bool = False  # each size in each dtype, and not in one of them in turn
-    exact: bool = False  # large ones give equal bits on all devices
+    exact: bool = False  # large ones give the same numbers on all devices
 
     def cases(self, dtype: str, full: bool = False) -> list[Case]:
         """Those of a dtype; all sizes, or its share of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from te_core.runtime import Runtime
@@ -32,7 +33,7 @@ def ask(rt: Runtime, name: str, dtype: str, full: bool) -> None:
         odd = results(rt, case, 1, 0xFF)
         check(odd, case)
         if rt.backend.name == "cuda":
-            assert bytes_of(results(rt, case, 1)) == bytes_of(odd)
+            assert bytes_of(results(rt, case, 1, 0xFF)) == bytes_of(odd)
         for run in case.also:
             check(results(rt, case, 0, 0xFF, run), case)
 
@@ -40,18 +41,19 @@ def ask(rt: Runtime, name: str, dtype: str, full: bool) -> None:
 @requires_cuda
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.large])
 def test_cuda_as_cpu(name: str) -> None:
-    """Large ones: equal where the formula is, elsewhere within what both may be off by."""
+    """Large ones: equal, or within what both may be off by."""
     row = ROWS[name]
     for dtype in row.dtypes:
         for i, size in enumerate(row.large):
             case = row.case(size, dtype, i)
             theirs, ours = (results(rt, case) for rt in (Runtime.cpu(), cuda_runtime()))
             if row.exact:
-                for found in (theirs, ours):
-                    found.pop("sums", None)  # which are added in another order
-                assert bytes_of(theirs) == bytes_of(ours)
+                for part in theirs.keys() - {"sums"}:  # which are added in another order
+                    assert (ours[part] is None) == (theirs[part] is None)
+                    if theirs[part] is not None:
+                        judge(part, ours[part], theirs[part], 0)
                 continue
             want: Any = case.want(theirs) if callable(case.want) else case.want
             for part, near in want.items():
-                if near is not None:
+                if near is not None and np.any(near.off):  # others are judged by formula, or by one another
                     judge(part, ours[part], theirs[part], 2 * near.off)
