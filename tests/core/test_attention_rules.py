@@ -1,5 +1,6 @@
-"""What cuDNN does of an attention, and why not: every rule refuses something, and for the reason that it names. And masks
-and slopes by their names."""
+"""What cuDNN does of an attention, and why not: every rule refuses something, for the reason that it names. And masks
+and slopes by their names.
+"""
 
 from __future__ import annotations
 
