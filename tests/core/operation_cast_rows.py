@@ -230,28 +230,29 @@ KINDS: dict[str, Callable[..., Array]] = {
 }
 
 
-def copies_of(i: int) -> tuple[bool, bool]:
-    """In turn, also among the sizes of one dtype, which are every third."""
-    return ORIENTATIONS[(i + i // 3) % 3]
-
-
 #: What a cast is told, in turn.
 RULES: dict[str, Callable[[int], Rule]] = {
     "delayed": lambda i: Rule(
-        "delayed", FP8[i % 2], copies_of(i), scale=(0.37, 32.0, 1.0)[i // 9 % 3], amax=(0.0, 1e-4, 3e38, None)[i % 4]
+        "delayed",
+        FP8[i % 2],
+        ORIENTATIONS[i % 3],
+        scale=(0.37, 32.0, 1.0)[i // 9 % 3],
+        amax=(0.0, 1e-4, 3e38, None)[i % 4],
     ),
     "current": lambda i: Rule(
-        "current", FP8[i // 2 % 2], copies_of(i), None, (0.0, 0.5, 1e30)[i // 2 % 3], i % 2 == 0, amax=0.0
+        "current", FP8[i // 2 % 2], ORIENTATIONS[i % 3], None, (0.0, 0.5, 1e30)[i // 2 % 3], i % 2 == 0, amax=0.0
     ),
     **{
         name: lambda i, name=name: Rule(
-            name, FP8[i // 3 % 2], copies_of(i), None, (0.0, 0.0, 0.5, 1e-42, 1e30)[i % 5], i % 2 == 0
+            name, FP8[i // 3 % 2], ORIENTATIONS[i % 3], None, (0.0, 0.0, 0.5, 1e-42, 1e30)[i % 5], i % 2 == 0
         )
         for name in ("1x128", "128x128")
     },
-    **{name: lambda i, name=name: Rule(name, FP8[i // 3 % 2], copies_of(i)) for name in ("mxfp8", "mxfp8 tiles")},
+    **{
+        name: lambda i, name=name: Rule(name, FP8[i // 3 % 2], ORIENTATIONS[i % 3]) for name in ("mxfp8", "mxfp8 tiles")
+    },
     "nvfp4": lambda i: Rule(
-        "nvfp4", orientation=copies_of(i), options=NVFP4[i // 3 % len(NVFP4)], bound=(448, 256)[i % 2]
+        "nvfp4", orientation=ORIENTATIONS[i % 3], options=NVFP4[i // 3 % len(NVFP4)], bound=(448, 256)[i % 2]
     ),
 }
 

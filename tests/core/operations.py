@@ -79,8 +79,8 @@ class Row(NamedTuple):
     def cases(self, dtype: str, full: bool = False) -> list[Case]:
         """Those of a dtype; all sizes, or its share of them."""
         at, count = self.dtypes.index(dtype), len(self.dtypes)
-        numbered = enumerate(self.sizes)
-        return [self.case(s, dtype, i) for i, s in numbered if full or self.every or i % count == at]
+        turn = [i for i in range(len(self.sizes)) if full or self.every or (i + i // count) % count == at]
+        return [self.case(self.sizes[i], dtype, i) for i in turn]
 
 
 def close(value: Array, dtype: str, slack: Array | float = 0.0) -> Near:
