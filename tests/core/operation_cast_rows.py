@@ -308,7 +308,7 @@ def in_kinds(shapes: list[Any], *more: str) -> list[Any]:
 
 ALL = [*SHAPES, *UNALIGNED, (1500, 72)]
 LARGE = [((700, 1096), "special"), ((1100, 2056), "special"), *[((0, 0), "any bits")] * 6]
-ODD = ("odd",) * 9
+ODD = ("odd",) * 6
 SIZES: dict[str, list[Any]] = {
     "delayed": in_kinds(ALL, "odd", "odd", "odd"),
     "current": in_kinds(ALL, "zeros", "small", "odd", "odd", "odd"),
