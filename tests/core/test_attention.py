@@ -5,7 +5,6 @@ What a backend cannot do it refuses, and then te_core.attention_rules must have 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from te_core import dtypes
-from te_core.attention import AttentionSpec
+from te_core.attention import AttentionSpec, Lengths
 from te_core.device import DeviceInfo
 from te_core.errors import UnsupportedError
 from te_core.ops.attention import attention_backward, attention_forward
@@ -24,8 +23,8 @@ from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core import attention_cases as cases
 from tests.core.attention_cases import HEADS, Case, Made, Sequences
-from tests.core.covering_lists import covering_lists
 from tests.core.inputs import poisoned
+from tests.covering import covering
 from tests.reference import attention as reference
 from tests.reference.elementwise import keep
 from tests.tolerances import DB
@@ -237,19 +236,10 @@ REFUSED = [
 ]
 
 
-@covering_lists(pytest.mark.parametrize("case", REFUSED, ids=str), pytest.mark.parametrize("version", CUDNN, ids=str))
+@covering(case=REFUSED, version=CUDNN)
 def test_what_the_rules_must_refuse(case, version):
     """What cuDNN has no kernels to train with."""
     assert cases.ruled(H200, version, case)
-
-
-@pytest.mark.parametrize("version", CUDNN, ids=str)
-def test_what_the_rules_refuse(version):
-    """Printed (pytest -s): each reason, with how many of the pairwise cases meet it first."""
-    reasons = Counter(cases.ruled(H200, version, c) for c in PAIRS)
-    for reason, count in reasons.most_common():
-        print(f"{count:4} of {len(PAIRS)}: {reason or 'accepted'}")
-    assert reasons[None]
 
 
 #: Others of these lie, are grouped or are as wide as one that is run.
@@ -277,12 +267,7 @@ def test_essential(rt, case):
 BOTTOM_RIGHT = {"causal_bottom_right": "bshd", "window_left_bottom_right": "sbhd", "padding_causal_bottom_right": "thd"}
 
 
-@covering_lists(
-    pytest.mark.parametrize("mask", BOTTOM_RIGHT),
-    pytest.mark.parametrize("bias", ["none", "alibi", "alibi_h", "alibi_bh"]),
-    pytest.mark.parametrize("lengths", ["cross", "tall"]),
-    turns=2,
-)
+@covering(mask=BOTTOM_RIGHT, bias=["none", "alibi", "alibi_h", "alibi_bh"], lengths=["cross", "tall"], turns=2)
 def test_a_diagonal_that_ends_bottom_right(rt, mask, bias, lengths):
     """More keys than queries, and fewer: which keys are seen, and how far ALiBi finds them."""
     case = Case(mask=mask, layout=BOTTOM_RIGHT[mask], bias=bias, lengths=lengths, dims=(64, 64))
@@ -386,24 +371,70 @@ def test_largest_logits_of_nothing(rt):
     assert (rt.numpy(y.max_logit) == -np.inf).all()
 
 
+def running(rt: Runtime, lengths: list[int]) -> Tensor:
+    """Running sums."""
+    return rt.tensor(np.cumsum([0, *lengths]).astype(np.int32))
+
+
+def test_a_paged_cache_is_read_through_its_table() -> None:
+    rt, rng, block = Runtime.cpu(), np.random.default_rng(11), 4
+    q = rng.standard_normal((2, 3, 4, 8), np.float32)
+    cache_k, cache_v = (rng.standard_normal((7, block, 2, d), np.float32) for d in (8, 6))
+    pages, lengths = np.array([[5, 1, 3], [2, 6, 0]], np.int32), [9, 6]
+    spec = AttentionSpec(0.35, "bshd", "bshd", right=0, bottom_right=True, padded=True)
+    queries, keys = running(rt, [3, 2]), running(rt, lengths)
+    found = attention_forward(
+        rt,
+        rt.tensor(q),
+        rt.tensor(cache_k),
+        rt.tensor(cache_v),
+        spec=spec,
+        terms=Terms(Lengths(queries, keys), pages=rt.tensor(pages)),
+    )
+    k, v = (cache[pages].reshape(2, 3 * block, 2, -1) for cache in (cache_k, cache_v))
+    plain = attention_forward(rt, *map(rt.tensor, (q, k, v)), spec=spec, terms=Terms(Lengths(queries, keys)))
+    np.testing.assert_array_equal(found.out.numpy(), plain.out.numpy())
+
+
+@pytest.mark.parametrize("tile", [200, 3200, 13000])  # some queries, one group of a sequence, two sequences
+def test_tiles_and_parts_change_nothing(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_core.backends.cpu import attention_scores
+
+    rt, rng, lengths = Runtime.cpu(), np.random.default_rng(11), [40, 40, 40, 17, 40, 40]
+    q, k, v, dy = (rt.tensor(rng.random((6, 40, n, 16), np.float32) - 0.5) for n in (4, 2, 2, 4))
+    spec = AttentionSpec(
+        0.35, "bshd", "bshd", left=9, right=1, padded=True, bias="post_scale_bias", dropout=0.2, max_logit=True
+    )
+    bias = rt.tensor(rng.standard_normal((1, 4, 40, 40), np.float32))
+    terms = Terms(
+        Lengths(running(rt, lengths), running(rt, lengths)), bias=bias, rng=rt.tensor(np.array([7, 0], np.int64))
+    )
+
+    def run() -> list[Any]:
+        found = attention_forward(rt, q, k, v, spec=spec, terms=terms)
+        grads = attention_backward(rt, dy, q, k, v, found.out, found.stats, spec=spec, terms=terms, bias_grad=True)
+        return [t.numpy() for t in (found.out, found.stats, found.max_logit, *grads[:4])]
+
+    whole = run()
+    monkeypatch.setattr(attention_scores, "TILE", tile)
+    for a, b in zip(whole, run(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 # ------------------------------------------------------------------------------------------------------ dropout
 
 RNG = (2**40 + 7, 3)
 
 
-@covering_lists(
-    pytest.mark.parametrize("p", [0.1, 0.5]),
-    pytest.mark.parametrize(
-        "case",
-        [
-            Case("fp32"),
-            Case("fp32", mask="causal", shared=2),
-            Case("bf16", "thd_gaps", mask="padding_causal"),
-            Case("fp32", "sbhd", bias="bhss", softmax="learnable", lengths="cross"),
-            Case("fp32", softcap=2.0, lengths="tall"),
-        ],
-        ids=str,
-    ),
+@covering(
+    p=[0.1, 0.5],
+    case=[
+        Case("fp32"),
+        Case("fp32", mask="causal", shared=2),
+        Case("bf16", "thd_gaps", mask="padding_causal"),
+        Case("fp32", "sbhd", bias="bhss", softmax="learnable", lengths="cross"),
+        Case("fp32", softcap=2.0, lengths="tall"),
+    ],
 )
 def test_dropout_by_the_formula(case, p):
     """The CPU's mask: word ((b h + head) sq + i) skv + j of the stream that te_core/ops/elementwise.py describes."""
@@ -446,7 +477,7 @@ class Dropped:
         return self.dv.transpose(0, 2, 3, 1) * self.n
 
 
-@covering_lists(pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9]), pytest.mark.parametrize("form", ["bshd", "sbhd"]))
+@covering(p=[0.1, 0.25, 0.5, 0.9], form=["bshd", "sbhd"])
 def test_dropout_mask(rt, p, form):
     """As many kept as p says, in each head and each column; scaled by 1 / (1 - p); the same in backward.
 
@@ -485,19 +516,15 @@ def test_dropout_draws(rt):
 # ------------------------------------------------------------------------------------------------------ the reference
 
 
-@covering_lists(
-    pytest.mark.parametrize("p", [0.0, 0.5]),
-    pytest.mark.parametrize(
-        "case",
-        [
-            Case("fp32"),
-            Case("fp32", mask="causal_bottom_right", lengths="cross", shared=2, dims=(40, 72)),
-            Case("fp32", mask="padding", bias="111s", softmax="learnable", softcap=2.0, lengths="no keys"),
-            Case("fp32", mask="window_both", bias="bhss", softmax="off-by-one", shared=4),
-            Case("fp32", mask="arbitrary", bias="alibi_bh", softmax="learnable", lengths="tall"),
-        ],
-        ids=str,
-    ),
+@covering(
+    p=[0.0, 0.5],
+    case=[
+        Case("fp32"),
+        Case("fp32", mask="causal_bottom_right", lengths="cross", shared=2, dims=(40, 72)),
+        Case("fp32", mask="padding", bias="111s", softmax="learnable", softcap=2.0, lengths="no keys"),
+        Case("fp32", mask="window_both", bias="bhss", softmax="off-by-one", shared=4),
+        Case("fp32", mask="arbitrary", bias="alibi_bh", softmax="learnable", lengths="tall"),
+    ],
 )
 def test_reference_by_finite_differences(case, p):
     """The gradients are the slopes of sum(dy * out) along random directions."""

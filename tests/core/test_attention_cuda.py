@@ -18,12 +18,12 @@ import pytest
 
 from te_core import dtypes
 from te_core.attention import AttentionSpec, Lengths
+from te_core.errors import ArgumentError
 from te_core.ops.attention import attention_backward, attention_forward
 from te_core.ops.attention_terms import NOTHING, Terms
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
-from tests.core.covering_lists import covering_lists
 
 pytestmark = requires_cuda
 
@@ -146,30 +146,6 @@ def test_one_cudnn_is_mapped():
 # ---------------------------------------------------------------------------------------------- equal bits
 
 
-@covering_lists(
-    pytest.mark.parametrize("changes", [{}, {"left": 31}, {"softcap": 8.0}]), pytest.mark.parametrize("groups", [4, 2])
-)
-def test_deterministic_gives_equal_bits(groups, changes):
-    rt = cuda_runtime()
-    q, k, v = normal(rt, 2, 384, 4, 64), normal(rt, 2, 384, groups, 64, seed=1), normal(rt, 2, 384, groups, 64, seed=2)
-    dy = normal(rt, 2, 384, 4, 64, seed=3)
-    spec = replace(SPEC, deterministic=True, **changes)
-    if "softcap" in changes:
-        spec = replace(spec, left=-1)
-    first = bits(rt, step(rt, q, k, v, dy, spec))
-    assert all(bits(rt, step(rt, q, k, v, dy, spec)) == first for _ in range(5))
-
-
-def test_dropout_follows_its_seed_and_offset():
-    """The same pair the same mask; another offset another one; backward the mask of its forward."""
-    rt = cuda_runtime()
-    q, k, v = (normal(rt, 2, 256, 4, 64, seed=i) for i in range(3))
-    spec = replace(SPEC, dropout=0.3)
-    rngs = [rt.tensor(np.array(pair, np.int64)) for pair in ((3, 0), (3, 0), (3, 64), (4, 0))]
-    found = [bits(rt, [attention_forward(rt, q, k, v, spec=spec, terms=Terms(rng=r)).out])[0] for r in rngs]
-    assert found[0] == found[1] and len({*found}) == 3
-
-
 def test_threads_share_plans(fresh):
     """Eight threads, one forward and one backward graph, each its own numbers."""
     rt, cudnn = fresh
@@ -206,6 +182,26 @@ def test_threads_share_plans(fresh):
 
 
 # ---------------------------------------------------------------------------------------------- capture
+
+
+def captured(torch, run):
+    """(its results in a graph, what replays the graph, what gives an eager step's results), on one stream."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def eager():
+        torch.cuda.synchronize()  # a step runs on another stream than what was copied for it
+        with torch.cuda.stream(stream):
+            found = run()
+        torch.cuda.synchronize()
+        return found
+
+    eager()  # builds the plans and loads the kernels
+    eager()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = run()
+    return results, lambda: (graph.replay(), torch.cuda.synchronize()), eager
 
 
 @pytest.mark.parametrize(
@@ -246,29 +242,17 @@ def test_a_captured_step_replays_with_new_values(changes):
         g = attention_backward(rt, dy, q, k, v, y.out, y.stats, spec=back, terms=terms)
         return [to_torch(t) for t in (y.out, y.stats, y.max_logit, g.q, g.k, g.v, g.sink) if t is not None]
 
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        run()  # builds the plans and loads the kernels
-        run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = run()
+    results, replay, eager = captured(torch, run)
     for seed in range(3):
         torch.manual_seed(seed)
         for t in (*held, *(t for t in (sink,) if t is not None)):
             t.copy_(torch.randn_like(t))
         if rng is not None:
             rng.copy_(torch.tensor([seed, 64 * seed], device="cuda"))
-        torch.cuda.synchronize()  # the step runs on another stream than the copies
-        with torch.cuda.stream(stream):
-            wanted = run()
-        torch.cuda.synchronize()
-        graph.replay()
-        torch.cuda.synchronize()
-        for got, want in zip(captured, wanted, strict=True):
-            exact = got.ndim > 1 and (back_is_exact or got is captured[0])  # others are sums of all rows
+        wanted = eager()
+        replay()
+        for got, want in zip(results, wanted, strict=True):
+            exact = got.ndim > 1 and (back_is_exact or got is results[0])  # others are sums of all rows
             same = torch.equal(got, want) if exact else torch.allclose(got, want, rtol=1e-2, atol=1e-2)
             assert torch.isfinite(got.float()).all() and same
 
@@ -290,39 +274,19 @@ def test_a_captured_packed_step_replays_with_new_lengths():
         g = attention_backward(rt, dy, q, k, v, y.out, y.stats, spec=spec, terms=terms)
         return [to_torch(t) for t in (y.out, y.stats, *g[:3])]
 
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = run()
+    results, replay, eager = captured(torch, run)
     seen = set()
     for sums in ([0, 128, 250, 256], [0, 1, 2, 120], [0, 0, 128, 256], [0, 100, 160, 256]):
         cu.copy_(torch.tensor(sums, dtype=torch.int32))
-        torch.cuda.synchronize()  # the step runs on another stream than the copy
-        with torch.cuda.stream(stream):
-            wanted = run()
-        torch.cuda.synchronize()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(got, want) for got, want in zip(captured, wanted, strict=True))
-        assert torch.isfinite(captured[0].float()).all() and not captured[0][sums[-1] :].any()
-        seen.add(captured[0].float().sum().item())
+        wanted = eager()
+        replay()
+        assert all(torch.equal(got, want) for got, want in zip(results, wanted, strict=True))
+        assert torch.isfinite(results[0].float()).all() and not results[0][sums[-1] :].any()
+        seen.add(results[0].float().sum().item())
     assert len(seen) == 4
 
 
 # ---------------------------------------------------------------------------------------------- odd places
-
-
-def test_single_sequences_of_single_tokens():
-    """Sequences of one token see themselves: the output is v."""
-    rt = cuda_runtime()
-    q, k, v, terms = batch(rt, [1] * 5)
-    out = attention_forward(rt, q, k, v, spec=replace(THD, max_q=64, max_kv=64), terms=terms).out
-    assert np.array_equal(rt.numpy(out), rt.numpy(v))
 
 
 def test_queries_that_see_no_key_weigh_nothing():
@@ -335,20 +299,15 @@ def test_queries_that_see_no_key_weigh_nothing():
     assert not out[:, :64].any() and not dq[:, :64].any() and out[:, 64:].any()
 
 
-def test_empty_sequences_leave_zeros():
-    """No queries, no keys, or neither: zeros everywhere, and other sequences do not notice."""
-    rt = cuda_runtime()
-    cu_q = rt.tensor(np.array([0, 0, 70, 70, 100], np.int32))
-    cu_kv = rt.tensor(np.array([0, 40, 40, 40, 100], np.int32))
-    q, k, v = (normal(rt, 100, 4, 64, seed=i) for i in range(3))
-    spec = replace(THD, right=-1, max_q=128, max_kv=128)
-    terms = Terms(Lengths(cu_q, cu_kv))
-    out, stats, dq, dk, dv = step(rt, q, k, v, normal(rt, 100, 4, 64, seed=3), spec, terms)
-    for t, empty in ((out, slice(0, 70)), (dq, slice(0, 70)), (dk, slice(0, 40)), (dv, slice(0, 40))):
-        got = rt.numpy(t).astype(np.float32)
-        assert np.isfinite(got).all() and not got[empty].any() and got[empty.stop :].any()
-    alone = [t.rows(start, 100).reshape(1, 100 - start, 4, 64) for t, start in ((q, 70), (k, 40), (v, 40))]
-    want = rt.numpy(attention_forward(rt, *alone, spec=replace(SPEC, right=-1)).out)[0].astype(np.float32)
-    got = rt.numpy(out)[70:].astype(np.float32)
-    assert np.abs(got - want).max() <= 2.0**-6 * np.abs(want).max()
-    assert np.isfinite(rt.numpy(stats)[70:]).all()
+def test_one_device():
+    """All tensors lie where the runtime is."""
+    rt, cpu = cuda_runtime(), Runtime.cpu()
+    q, k, v, terms = batch(rt, [5, 60])
+    spec = replace(THD, max_q=64, max_kv=64)
+    there = cpu.tensor(rt.numpy(q))
+    for call in ((q, k, there), (there, k, v)):
+        with pytest.raises(ArgumentError, match="one device"):
+            attention_forward(rt, *call, spec=spec, terms=terms)
+    cu = cpu.tensor(np.array([0, 5, 65], np.int32))
+    with pytest.raises(ArgumentError, match="one device"):
+        attention_forward(rt, q, k, v, spec=spec, terms=Terms(Lengths(cu, cu)))

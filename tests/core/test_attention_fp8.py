@@ -399,32 +399,6 @@ def test_a_cuda_device_refuses_results_without_scales() -> None:
         attention_fp8._check_results("op", Pretended(), (), (), dtypes.float8_e4m3, True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"core": {"softmax": "learnable"}}, "learnable"),
-        ({"core": {"max_logit": True}}, "max_logit"),
-        ({"core": {"bias": "post_scale_bias"}}, "takes no bias"),
-        ({"d_qk": 20}, "multiples of 16 wide"),
-        ({"scaling": "mxfp8"}, "not mxfp8"),
-    ],
-)
-def test_what_has_no_fp8_is_refused(changes: dict[str, Any], what: str) -> None:
-    rule = _rule()
-    if "scaling" in changes:
-        rule = replace(rule, qkv=replace(rule.qkv, scaling="mxfp8"))
-    spec = _spec(rule)
-    attention = replace(
-        spec.attention,
-        core=replace(spec.attention.core, **changes.get("core", {})),
-        d_qk=changes.get("d_qk", HEAD),
-        groups=1,
-        needs=AttentionNeeds(True, True, True, bias=True),
-    )
-    with pytest.raises(UnsupportedError, match=what):
-        layer.check(replace(spec, attention=attention))
-
-
 @pytest.mark.parametrize("form", [Format.E4M3, Format.HYBRID])
 def test_the_recipe_says_which_types(form: Format) -> None:
     rule = DelayedScaling(fp8_format=form, fp8_mha=True).resolve().attention

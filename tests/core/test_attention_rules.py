@@ -1,4 +1,6 @@
-"""What cuDNN does of an attention, and why not: every rule refuses something, and for the reason that it names."""
+"""What cuDNN does of an attention, and why not: every rule refuses something, for the reason that it names. And masks
+and slopes by their names.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ import inspect
 import re
 from dataclasses import replace
 
+import numpy as np
+
 from te_core import attention_rules, dtypes
-from te_core.attention import AttentionSpec, Sizes
+from te_core.attention import AttentionSpec, Sizes, alibi_slopes, canonical_mask, diagonal_is_bottom_right, with_mask
 from te_core.attention_rules import cudnn_attention
 from te_core.device import DeviceInfo
 
@@ -167,3 +171,30 @@ def test_equal_corners_have_one_diagonal():
 def test_a_window_of_nothing_is_no_band():
     """bottom_right without bounds changes nothing that cuDNN sees."""
     assert asked(size={"sq": 128}, bottom_right=True, dropout=0.1)[0]
+
+
+def test_masks_by_their_names() -> None:
+    """Aliases, the diagonal's corner, and what a type and a window let a query see."""
+    assert canonical_mask("t", "padding,causal") == canonical_mask("t", "causal,padding") == "padding_causal"
+    corners = {
+        "causal": (False,) * 3,
+        "padding_causal": (False,) * 3,
+        "causal_bottom_right": (True,) * 3,
+        "padding_causal_bottom_right": (True,) * 3,
+        "no_mask": (True, False, True),
+        "padding": (True, False, True),
+        "arbitrary": (True, False, True),
+    }
+    for mask, wanted in corners.items():
+        assert tuple(diagonal_is_bottom_right(mask, given) for given in (None, False, True)) == wanted, mask
+    spec = with_mask(AttentionSpec(1.0), "padding_causal", (7, 0), None)
+    assert (spec.left, spec.right, spec.bottom_right, spec.padded, spec.masked) == (7, 0, False, True, False)
+    spec = with_mask(AttentionSpec(1.0), "arbitrary", (7, 3), False)
+    assert (spec.left, spec.right, spec.bottom_right, spec.padded, spec.masked) == (7, 3, False, False, True)
+
+
+def test_default_slopes() -> None:
+    """Powers of two by exponent."""
+    wanted = {1: [8], 2: [4, 8], 4: [2, 4, 6, 8], 3: [4, 8, 2], 6: [2, 4, 6, 8, 1, 3]}
+    for heads, powers in wanted.items():
+        np.testing.assert_allclose(alibi_slopes(heads), [2.0**-n for n in powers], rtol=1e-12)

@@ -60,42 +60,35 @@ def boundaries(dtype: dtypes.DType) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_every_fp8_code_decodes_to_its_value(ex, dtype):
-    codes = np.arange(256, dtype=np.uint8).view(dtype.numpy)
-    values = codec.decode(ex, codes, np.empty(256, np.float32))
-    np.testing.assert_array_equal(values.view(np.uint32) << 1 >> 1, np.abs(codes.astype(np.float32)).view(np.uint32))
-    np.testing.assert_array_equal(np.signbit(values), np.arange(256) >= 128)
-
-
-@pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_every_pair_of_codes_decodes_in_order(ex, dtype):
-    codes = EVERY_HALF.view(np.uint8)
-    values = codec.decode(ex, codes.view(dtype.numpy), np.empty(codes.size, np.float32))
-    one_by_one = np.arange(256, dtype=np.uint8).view(dtype.numpy).astype(np.float32)
-    np.testing.assert_array_equal(values, one_by_one[codes])
-
-
-@pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_every_fp8_value_comes_back_as_its_code(ex, dtype):
+def test_every_fp8_code(ex, dtype):
+    """It decodes to its value, also as one of a pair, and its value comes back as the code."""
     codes = np.arange(256, dtype=np.uint8)
-    values = codes.view(dtype.numpy).astype(np.float32)
+    values = codec.decode(ex, codes.view(dtype.numpy), np.empty(256, np.float32))
+    one_by_one = codes.view(dtype.numpy).astype(np.float32)
+    np.testing.assert_array_equal(values, one_by_one)
+    np.testing.assert_array_equal(np.signbit(values), codes >= 128)
     finite = np.isfinite(values)
     np.testing.assert_array_equal(encoded(ex, values[finite], dtype), codes[finite])
+    pairs = EVERY_HALF.view(np.uint8)
+    decoded = codec.decode(ex, pairs.view(dtype.numpy), np.empty(pairs.size, np.float32))
+    np.testing.assert_array_equal(decoded, one_by_one[pairs])
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_fp8_rounding_around_every_boundary(ex, dtype):
-    values = around(boundaries(dtype))
-    np.testing.assert_array_equal(encoded(ex, values, dtype), expected_fp8(values, dtype))
-
-
-@pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_fp8_rounding_over_a_dense_sweep(ex, dtype):
-    # Every value of 12 significant bits, and the same with something added far below: all ties.
+def test_fp8_rounding(ex, dtype):
+    """Around every boundary; of all values of 12 significant bits and those with something far below, all ties; of both
+    16-bit types; NaN has one code, and what lies beyond the range saturates.
+    """
     coarse = np.arange(1 << 20, dtype=np.uint32) << np.uint32(12)
-    for below in (0, 1, 0x7FF, 0xFFF):
-        values = (coarse | np.uint32(below)).view(np.float32)
+    sweep = [(coarse | np.uint32(below)).view(np.float32) for below in (0, 1, 0x7FF, 0xFFF)]
+    halves = [EVERY_HALF.view(source.numpy).astype(np.float32) for source in HALF]
+    for values in (around(boundaries(dtype)), *sweep, *halves):
         np.testing.assert_array_equal(encoded(ex, values, dtype), expected_fp8(values, dtype))
+    nan_bits = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32)
+    assert encoded(ex, nan_bits.view(np.float32), dtype).tolist() == [0x7F] * 5
+    top = 0x7E if dtype is dtypes.float8_e4m3 else 0x7B
+    infinite = np.array([np.inf, -np.inf, 1e30, -1e30], np.float32)
+    assert encoded(ex, infinite, dtype).tolist() == [top, top | 0x80] * 2
 
 
 @pytest.mark.full
@@ -108,13 +101,6 @@ def test_fp8_rounding_of_every_float(ex, dtype):
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-@pytest.mark.parametrize("source", HALF, ids=str)
-def test_every_half_precision_value_to_fp8(ex, dtype, source):
-    values = EVERY_HALF.view(source.numpy).astype(np.float32)
-    np.testing.assert_array_equal(encoded(ex, values, dtype), expected_fp8(values, dtype))
-
-
-@pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.37, 3.0e-39, 1e38])
 def test_encoding_by_table_is_the_same_encoding(ex, dtype, scale):
     for source in HALF:
@@ -124,15 +110,6 @@ def test_encoding_by_table_is_the_same_encoding(ex, dtype, scale):
             codec.encode_by_table(ex, halves, out, np.float32(scale))
             product = halves.astype(np.float32) * np.float32(scale)
         np.testing.assert_array_equal(out.view(np.uint8), expected_fp8(product, dtype))
-
-
-@pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_nan_has_one_code_and_infinity_saturates(ex, dtype):
-    nan_bits = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32)
-    assert encoded(ex, nan_bits.view(np.float32), dtype).tolist() == [0x7F] * 5
-    top = 0x7E if dtype is dtypes.float8_e4m3 else 0x7B
-    infinite = np.array([np.inf, -np.inf, 1e30, -1e30], np.float32)
-    assert encoded(ex, infinite, dtype).tolist() == [top, top | 0x80] * 2
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
@@ -152,42 +129,32 @@ def test_any_length_and_scale(dtype, count, scale, seed):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_every_half_precision_code_comes_back(ex, dtype):
+def test_every_half_precision_code(ex, dtype):
+    """It comes back; twice the largest number is infinite."""
     values = codec.decode(ex, EVERY_HALF.view(dtype.numpy), np.empty(1 << 16, np.float32))
     if dtype is dtypes.bfloat16:
         np.testing.assert_array_equal(values.view(np.uint32), EVERY_HALF.astype(np.uint32) << 16)
-    codes = encoded(ex, values, dtype)
-    number = ~np.isnan(values)
+    codes, number = encoded(ex, values, dtype), ~np.isnan(values)
     np.testing.assert_array_equal(codes[number], EVERY_HALF[number])
     assert np.isnan(codes[~number].view(dtype.numpy).astype(np.float32)).all()
+    with np.errstate(over="ignore"):
+        huge = encoded(ex, np.float32(dtype.max) * np.array([2, -2], np.float32), dtype)
+    assert huge.view(dtype.numpy).astype(np.float32).tolist() == [np.inf, -np.inf]
 
 
-def test_bf16_rounding_at_every_tie(ex):
-    # Independent of ml_dtypes, which does the work here: round to nearest even on the bits.
+def test_rounding_at_every_tie(ex):
+    """Independent of ml_dtypes, which does the work here: of bf16 to nearest even on the bits."""
     high = np.arange(0x7F80, dtype=np.uint32) << np.uint32(16)
     for low in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         bits = high | np.uint32(low)
         nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         np.testing.assert_array_equal(encoded(ex, bits.view(np.float32), dtypes.bfloat16), nearest)
-
-
-def test_fp16_rounding_at_every_tie(ex):
     exact = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
     ties = ((exact[1:] + exact[:-1]) / 2).astype(np.float32)  # a tie needs 12 bits: float32 holds it
-    even = np.arange(0x7BFF, dtype=np.uint16) + (np.arange(0x7BFF, dtype=np.uint16) & 1)
-    np.testing.assert_array_equal(encoded(ex, ties, dtypes.float16), even)
-    np.testing.assert_array_equal(encoded(ex, np.nextafter(ties, np.float32(0)), dtypes.float16), np.arange(0x7BFF))
-    np.testing.assert_array_equal(
-        encoded(ex, np.nextafter(ties, np.float32(np.inf)), dtypes.float16), np.arange(1, 0x7C00)
-    )
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_precision_overflows_to_infinity(ex, dtype):
-    with np.errstate(over="ignore"):
-        huge = np.float32(dtype.max) * np.array([2, -2], np.float32)
-        codes = encoded(ex, huge, dtype).view(dtype.numpy).astype(np.float32)
-    assert codes.tolist() == [np.inf, -np.inf]
+    below = np.arange(0x7BFF, dtype=np.uint16)
+    for values, codes in ((ties, below + (below & 1)), (np.nextafter(ties, np.float32(0)), below)):
+        np.testing.assert_array_equal(encoded(ex, values, dtypes.float16), codes)
+    np.testing.assert_array_equal(encoded(ex, np.nextafter(ties, np.float32(np.inf)), dtypes.float16), below + 1)
 
 
 # --- amax -----------------------------------------------------------------------------------------

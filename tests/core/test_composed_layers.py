@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 
 from te_core.dtypes import DType
-from te_core.errors import UnsupportedError
 from te_core.layers import graph
 from te_core.layers.communicator import InProcessRanks
-from te_core.layers.graph import Graph
 from te_core.layers.linear import Sink
-from te_core.layers.residual import Stream
 from te_core.runtime import Runtime
 from te_core.tape.taped import Taped
 from te_core.tensor import META, Tensor
@@ -27,7 +24,6 @@ from tests.core.test_layer_memory import Counting
 from tests.recordings import tapes
 
 ATTENTION = Layer(alone=True)
-NO_DRAWS: dict[str, Any] = {"p": 0.0}
 DROPPED = (("right", 0), ("dropout", 0.2))
 CASES: dict[str, Layer] = {
     "attention": ATTENTION,
@@ -270,25 +266,6 @@ def test_a_replay_launches_what_the_layer_does(make: Make, case: Layer) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
-
-
-def test_parts_that_do_not_go_together_are_refused() -> None:
-    whole, crossed = Layer().spec(), Layer(cross=True).spec()
-    attention = whole.attention
-    watched = replace(attention, proj=replace(attention.proj, inspect=frozenset()))
-    for said, make in {
-        "packing": lambda: replace(attention, attention=replace(attention.attention, packing="kv")),
-        "largest logits": lambda: replace(
-            attention, attention=replace(attention.attention, core=replace(attention.attention.core, max_logit=True))
-        ),
-        "a node with an inspector": lambda: watched.graph(),
-        "does not form the sum": lambda: replace(whole, mlp=replace(whole.mlp, stream=Stream())),
-        "beside": lambda: replace(whole, beside=True),
-        "first norm": lambda: replace(crossed, attention=crossed.cross),
-        "that reads 'layernorm_qkv'": lambda: Graph(attention.nodes()[1:], ("x",), ("out",)),
-    }.items():
-        with pytest.raises(UnsupportedError, match=said):
-            make()
 
 
 # ------------------------------------------------------------------------------------------------------ memory

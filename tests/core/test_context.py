@@ -1,4 +1,6 @@
-"""Lengths of chunks, rows between ranks, random numbers and maxima of context parallelism, one token at a time."""
+"""What the operations between ranks of one sequence promise beside their values: views, marks, bounds; attention in
+pieces. Their values are rows (tests/core/operation_token_rows.py).
+"""
 
 from __future__ import annotations
 
@@ -6,209 +8,34 @@ import numpy as np
 import pytest
 
 from te_core import dtypes, ops
-from te_core.errors import ArgumentError
+from te_core.attention import AttentionSpec
+from te_core.ops.attention_terms import Terms
 from te_core.ops.context import Span
 from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.inputs import numpy_dtype, placed, poisoned
-from tests.reference.context import of_rank, places_of_rank, valid
-
-SIZES = (1, 2, 3, 4, 8)
-
-
-def batch(size, seed, count=None):
-    """Running sums of lengths and of padded lengths, of 0 to `count` sequences, 0 and 1 and whole paddings included."""
-    rng = np.random.default_rng(seed)
-    count = int(rng.integers(0, 9)) if count is None else count
-    padded = rng.integers(0, 6, count) * 2 * size
-    lengths = np.where(rng.random(count) < 0.2, padded, rng.integers(0, padded + 1))
-    lengths = np.where(rng.random(count) < 0.2, np.minimum(padded, rng.integers(0, 2, count)), lengths)
-    return [np.concatenate(([0], np.cumsum(x))).astype(np.int32) for x in (lengths, padded)]
+from tests.core.operation_token_rows import numbered, partial_output
+from tests.reference.context import by_token, merged, stats_by_token
+from tests.tolerances import DB, snr_db
 
 
 def sums(rt, cu):
     return rt.tensor(np.asarray(cu, np.int32))
 
 
-def spans_of(size):
-    """Of each rank both chunks, the first and the second; runs of chunks in sequence order; a window's keys."""
-    found = []
-    for rank in range(size):
-        late = 2 * size - 1 - rank
-        first, second = (rank, rank + 1), (late, late + 1)
-        found += [Span((first, second), size), Span((first,), size), Span((second,), size, 1)]
-        found += [
-            Span(((0, rank),)),
-            Span(((rank + 1, late),), skip=rank + 1),
-            Span(((late + 1, 2 * size),), 1, late + 1),
-        ]
-        found += [Span((first,), 1, rank, 2), Span((second,), 1, late, 7)]
-    return tuple(found)
-
-
-def check_lengths(got, spans, lengths, padded, size):
-    """Each span against one position at a time."""
-    count = len(lengths) - 1
-    for i, span in enumerate(spans):
-        running = [0]
-        for s in range(count):
-            n, whole = lengths[s + 1] - lengths[s], padded[s + 1] - padded[s]
-            running.append(running[-1] + sum(valid(n, whole, size, run, span.before) for run in span.ranges))
-        np.testing.assert_array_equal(got[2 * i], running)
-        chunk = np.diff(padded) // (2 * size)
-        places = [
-            *(padded[:-1] // span.parts + np.maximum(span.skip * chunk - span.before, 0)),
-            padded[-1] // span.parts,
-        ]
-        np.testing.assert_array_equal(got[2 * i + 1], places)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_lengths_of_packed_sequences(rt, size):
-    spans = spans_of(size)
-    for seed in range(12):
-        lengths, padded = batch(size, seed)
-        got = ops.context_lengths(poisoned(rt), sums(rt, lengths), sums(rt, padded), size=size, spans=spans)
-        assert got.dtype is dtypes.int32
-        check_lengths(rt.numpy(got), spans, lengths, padded, size)
-        alone = ops.context_lengths(rt, sums(rt, padded), size=size, spans=spans)
-        check_lengths(rt.numpy(alone), spans, padded, padded, size)
-
-
-@pytest.mark.parametrize("count", [1023, 1024, 2500])
-def test_lengths_of_many_sequences(rt, count):
-    lengths, padded = batch(2, 0, count)
-    spans = spans_of(2)[:8]
-    got = ops.context_lengths(rt, sums(rt, lengths), sums(rt, padded), size=2, spans=spans)
-    check_lengths(rt.numpy(got), spans, lengths, padded, 2)
-
-
-def test_lengths_of_more_spans_than_a_launch_takes(rt):
-    lengths, padded = batch(32, 0, 3)
-    spans = spans_of(32)
-    assert len(spans) > 128
-    got = ops.context_lengths(rt, sums(rt, lengths), sums(rt, padded), size=32, spans=spans)
-    check_lengths(rt.numpy(got), spans, lengths, padded, 32)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_lengths_of_rows(rt, size):
-    """Dense: all rows are padded to one length, and places count from the begin of a row."""
-    chunk = 5
-    lengths = np.array([0, 1, 3, chunk * size, 2 * size * chunk, chunk * size + 1])
-    cu = np.concatenate(([0], np.cumsum(lengths)))
-    spans = spans_of(size)
-    got = rt.numpy(ops.context_lengths(rt, sums(rt, cu), size=size, spans=spans, chunk=chunk))
-    for i, span in enumerate(spans):
-        want = [sum(valid(n, 2 * size * chunk, size, run, span.before) for run in span.ranges) for n in lengths]
-        np.testing.assert_array_equal(np.diff(got[2 * i]), want)
-        assert not got[2 * i, 0]
-        np.testing.assert_array_equal(got[2 * i + 1], max(span.skip * chunk - span.before, 0))
-
-
-def test_padded_lengths_that_do_not_divide(rt):
-    """The host learns of it on the CPU alone."""
-    cu = sums(rt, [0, 8, 14, 22])
-    t = rt.tensor(np.ones((11, 2, 3), np.float32))
-    if rt.device.kind == "cpu":
-        for call in (
-            lambda: ops.context_lengths(rt, cu, size=2, spans=(Span(((0, 1),)),)),
-            lambda: ops.context_mark(rt, t, cu, size=2),
-            lambda: ops.context_rows(
-                rt, t, how="sequence_to_ranks", form="thd", size=1, cu_seqlens_padded=sums(rt, [0, 3])
-            ),
-        ):
-            with pytest.raises(ArgumentError, match=r"sequence \d of padded length [63].*twice the number of ranks"):
-                call()
-        return
-    ops.context_lengths(rt, cu, size=2, spans=(Span(((0, 1),)),))
+@requires_cuda
+def test_padded_lengths_that_do_not_divide():
+    """The host learns of it on the CPU alone; on a GPU such tokens become NaN."""
+    rt, cu = cuda_runtime(), [0, 8, 14, 22]
+    ops.context_lengths(rt, sums(rt, cu), size=2, spans=(Span(((0, 1),)),))
     for dtype in ("float32", "bfloat16", "float8_e4m3"):
         t = rt.tensor(np.ones((11, 2, 3), numpy_dtype(dtype)))
-        ops.context_mark(rt, t, cu, size=2)
+        ops.context_mark(rt, t, sums(rt, cu), size=2)
         values = rt.numpy(t).astype(np.float32)
         assert np.isnan(values[4:7]).all() and (values[:4] == 1).all() and (values[7:] == 1).all()
     fits = rt.tensor(np.ones((11, 2, 3), np.float32))
     ops.context_mark(rt, fits, sums(rt, [0, 8, 8, 20]), size=2)
     assert (rt.numpy(fits) == 1).all()
-
-
-# ---------------------------------------------------------------------------------------------------------- rows
-
-
-def tokens_first(x, form):
-    """[token, ..] of one dense row of the batch or of packed tokens; the batch second in both dense formats."""
-    return x.swapaxes(0, 1) if form == "bshd" else x
-
-
-def shape_of(form, tokens, heads, width, rows=2):
-    return {"sbhd": (tokens, rows, heads, width), "bshd": (rows, tokens, heads, width), "thd": (tokens, heads, width)}[
-        form
-    ]
-
-
-def numbered(shape, dtype):
-    """Every element another one, as far as the type goes."""
-    count = int(np.prod(shape))
-    return (np.arange(count) % 251 + 1).astype(np.uint8).reshape(shape).view(np.uint8).astype(numpy_dtype(dtype))
-
-
-def ranked(whole, form, size, padded):
-    """What each rank holds of the whole, [size, ..], one token at a time; zeros for tokens of no sequence."""
-    by_token = tokens_first(whole, form)
-    count = by_token.shape[0] // size
-    found = np.zeros((size, count, *by_token.shape[1:]), whole.dtype)
-    for rank in range(size):
-        places = of_rank(by_token.shape[0], size, rank) if padded is None else places_of_rank(padded, size, rank)
-        found[rank, : len(places)] = by_token[places]
-    return found.swapaxes(1, 2) if form == "bshd" else found
-
-
-@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "float32", "float8_e4m3"])
-def test_sequence_and_ranks(rt, form, dtype):
-    for size in SIZES:
-        for seed, (heads, width) in enumerate([(2, 16), (1, 3), (3, 8), (5, 130), (1, 4)]):
-            padded = batch(size, seed)[1] if form == "thd" else None
-            tail = size * (seed % 3)  # tokens of no sequence
-            count = padded[-1] + tail if padded is not None else 6 * size
-            whole = numbered(shape_of(form, count, heads, width), dtype)
-            options = {"form": form, "size": size}
-            if padded is not None:
-                options["cu_seqlens_padded"] = sums(rt, padded)
-            want = ranked(whole, form, size, padded)
-            got = ops.context_rows(poisoned(rt), rt.tensor(whole), how="sequence_to_ranks", **options)
-            np.testing.assert_array_equal(rt.numpy(got), want)
-            back = ops.context_rows(poisoned(rt), got, how="ranks_to_sequence", **options)
-            if tail and padded is not None:
-                whole[padded[-1] :] = 0
-            np.testing.assert_array_equal(rt.numpy(back), whole)
-
-
-def test_a_part_of_each_sequence(rt):
-    """The tensor in sequence order holds 1 / parts of each: two groups of an a2a inside of a ring."""
-    parts, size = 3, 2
-    padded = np.array([0, 12, 12, 48, 60], np.int32)
-    whole = numbered((20, 2, 8), "bfloat16")
-    options = {"form": "thd", "size": size, "cu_seqlens_padded": sums(rt, padded), "parts": parts}
-    got = ops.context_rows(rt, rt.tensor(whole), how="sequence_to_ranks", **options)
-    np.testing.assert_array_equal(rt.numpy(got), ranked(whole, "thd", size, padded // parts))
-    back = ops.context_rows(rt, got, how="ranks_to_sequence", **options)
-    np.testing.assert_array_equal(rt.numpy(back), whole)
-
-
-@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "float32"])
-def test_heads_and_ranks(rt, form, dtype):
-    for size, heads, width in ((1, 3, 8), (2, 4, 16), (3, 6, 5), (4, 4, 64), (4, 2, 8), (4, 1, 3), (8, 16, 128)):
-        whole = numbered(shape_of(form, 5, heads, width), dtype)
-        got = ops.context_rows(poisoned(rt), rt.tensor(whole), how="heads_to_ranks", form=form, size=size)
-        each = max(heads // size, 1)
-        for rank in range(size):
-            first = rank * heads // size
-            np.testing.assert_array_equal(rt.numpy(got)[rank], whole[..., first : first + each, :])
-        if heads >= size:
-            back = ops.context_rows(poisoned(rt), got, how="ranks_to_heads", form=form, size=size)
-            np.testing.assert_array_equal(rt.numpy(back), whole)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3])
@@ -242,77 +69,7 @@ def test_parts_of_shared_buffers(rt, shift):
 # --------------------------------------------------------------------------------------- random numbers and maxima
 
 
-def splitmix(seed, number):
-    """The finalizer, in Python's integers."""
-    mask = (1 << 64) - 1
-    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    z ^= z >> 31
-    return z - (1 << 64) if z >> 63 else z
-
-
-@pytest.mark.parametrize("seed", [0, 1234, -5, 2**63 - 1])
-def test_draws_of_their_own(rt, seed):
-    numbers = (0, 1, 7, 2**40, *range(100, 400))
-    rng = rt.tensor(np.array([seed, 96], np.int64))
-    got = rt.numpy(ops.context_draws(poisoned(rt), rng, numbers))
-    np.testing.assert_array_equal(got[:, 0], [splitmix(seed, n) for n in numbers])
-    assert (got[:, 1] == 96).all() and len(set(got[:, 0])) == len(numbers)
-    assert ops.context_draws(rt, rng, ()).shape == (0, 2)
-
-
-def test_largest(rt):
-    parts = np.random.default_rng(0).standard_normal((5, 300)).astype(np.float32)
-    parts[2, 3], parts[:, 4], parts[0, 5] = np.nan, -np.inf, np.inf
-    for given in (parts, parts[:1], parts[:0]):
-        want = np.fmax.reduce(given, axis=0, initial=-np.inf)
-        np.testing.assert_array_equal(rt.numpy(ops.context_max(poisoned(rt), rt.tensor(given))), want)
-        placed_in = rt.numpy(ops.context_max(poisoned(rt), rt.tensor(given), heads=900, first=300))
-        np.testing.assert_array_equal(placed_in[300:600], want)
-        assert np.isneginf(placed_in[:300]).all() and np.isneginf(placed_in[600:]).all()
-
-
 # ------------------------------------------------------------------------------------------------------- refusals
-
-
-def test_refusals(rt):
-    cu, t = sums(rt, [0, 4, 8]), rt.tensor(np.zeros((4, 2, 3, 8), np.float32))
-    span = Span(((0, 1),))
-    for args, options, part in (
-        ((t,), {}, "running sums"),
-        ((cu, sums(rt, [0, 4])), {}, "cu_seqlens_padded"),
-        ((cu, cu), {"chunk": 2}, "padded lengths in thd"),
-        ((cu,), {"spans": (Span(((0, 5),)),)}, r"within \[0, 4\]"),
-        ((cu,), {"spans": (Span(((0, 1),), 0),)}, "parts from 1"),
-        ((cu,), {"spans": (Span(()),)}, "one or two ranges"),
-        ((cu,), {"size": 0, "spans": ()}, "number of ranks"),
-    ):
-        with pytest.raises(ArgumentError, match=part):
-            ops.context_lengths(rt, *args, **{"size": 2, "spans": (span,), **options})
-    for options, part in (
-        ({"how": "ranks"}, "how"),
-        ({"form": "bhsd"}, "form"),
-        ({"how": "heads_to_ranks"}, "3 heads for 2 ranks"),
-        ({"how": "sequence_to_ranks", "size": 4}, "4 tokens for 4 ranks"),
-        ({"how": "ranks_to_sequence"}, "5 dimensions"),
-        ({"cu_seqlens_padded": cu}, "where thd changes its order"),
-        ({"form": "thd"}, "3 dimensions"),
-        ({"out": t}, "out = "),
-        ({"parts": 2}, "parts"),
-    ):
-        with pytest.raises(ArgumentError, match=part):
-            ops.context_rows(rt, t, **{"how": "sequence_to_ranks", "form": "sbhd", "size": 2, **options})
-    if rt.device.kind == "cpu":
-        with pytest.raises(ArgumentError, match="sequences within the tokens"):
-            options = {"how": "sequence_to_ranks", "form": "thd", "size": 2, "cu_seqlens_padded": cu}
-            ops.context_rows(rt, rt.tensor(np.zeros((4, 3, 8), np.float32)), **options)
-    with pytest.raises(ArgumentError, match="integers from 0 on"):
-        ops.context_draws(rt, rt.tensor(np.zeros(2, np.int64)), (-1,))
-    with pytest.raises(ArgumentError, match="heads among the whole's"):
-        ops.context_max(rt, rt.tensor(np.zeros((1, 4), np.float32)), heads=6, first=3)
-    with pytest.raises(ArgumentError, match="floats"):
-        ops.context_mark(rt, rt.tensor(np.zeros((4, 1, 1), np.int32)), cu, size=1)
 
 
 @requires_cuda
@@ -330,3 +87,102 @@ def test_whatever_running_sums_say_stays_inside():
             t = placed(rt, whole, 4)
             got = ops.context_rows(poisoned(rt), t, cu_seqlens_padded=sums(rt, padded), **options)
             assert np.isin(rt.numpy(got), [0.0, *whole.ravel()]).all(), (size, parts, padded)
+
+
+# ------------------------------------------------------------------------------------ partial outputs of attention
+
+
+def half(t: Tensor, axis: int, second: bool) -> Tensor:
+    """A view of half of a dimension."""
+    n, strides = t.shape[axis] // 2, t.row_major_strides()
+    shape = (*t.shape[:axis], n, *t.shape[axis + 1 :])
+    return Tensor(t.ptr + second * n * strides[axis] * t.dtype.itemsize, shape, t.dtype, t.device, t, strides)
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@pytest.mark.parametrize("width", [16, 6])
+def test_a_half_into_a_sum(rt, form, width):
+    """In place, through views of the sum and of its statistics; the other half stays, bit for bit."""
+    size = (3, 8, 2, width)
+    token = form.index("s")
+    a, a_stats = partial_output(form, size, "float32", 1)
+    b, b_stats = partial_output(form, (3, 4, 2, width), "bfloat16", 2)
+    total, stats = rt.tensor(a), rt.tensor(a_stats)
+    views = half(total, token, True), half(stats, 2, True)
+    ops.attention_merge(rt, *views, rt.tensor(b), rt.tensor(b_stats), out=views[0], stats=views[1], form=form)
+    old = [np.split(x, 2, axis)[0] for x, axis in ((a, token), (a_stats, 2))]
+    new = [np.split(rt.numpy(x), 2, axis) for x, axis in ((total, token), (stats, 2))]
+    for (kept, _), was in zip(new, old, strict=True):
+        np.testing.assert_array_equal(kept, was)
+    second = np.split(a, 2, token)[1], np.split(a_stats, 2, 2)[1]
+    want, logs = merged([second, (b, b_stats)], form, None)
+    found = by_token(new[0][1].astype(np.float64), form)
+    assert snr_db(found, want) > DB["fp32"]
+    np.testing.assert_allclose(stats_by_token(new[1][1], form), logs, rtol=2e-6)
+
+
+def test_far_apart_and_infinite(rt):
+    """Exponents that float32 cannot hold; one that has seen no key stays out, and the other comes out unchanged."""
+    a = np.array([[[1.0, np.nan]], [[2.0, 3.0]], [[np.nan, 5.0]], [[7.0, 8.0]]], np.float32)
+    b = np.array([[[4.0, 6.0]], [[np.nan, np.nan]], [[np.inf, 1.0]], [[1.0, 2.0]]], np.float32)
+    a_stats = np.array([[-np.inf], [90000.0], [np.inf], [1e30]], np.float32)
+    b_stats = np.array([[-3e38], [-np.inf], [-np.inf], [-1e30]], np.float32)
+    out, stats = rt.empty(a.shape, dtypes.float32), rt.empty((4, 1), dtypes.float32)
+    ops.attention_merge(rt, *(rt.tensor(x) for x in (a, a_stats, b, b_stats)), out=out, stats=stats, form="thd")
+    np.testing.assert_array_equal(rt.numpy(out), [b[0], a[1], np.zeros_like(a[2]), a[3]])
+    np.testing.assert_array_equal(rt.numpy(stats)[:, 0], np.array([-3e38, 90000, np.inf, 1e30], np.float32))
+    a_stats[1] = np.nan  # a fault of somebody's shows
+    ops.attention_merge(rt, *(rt.tensor(x) for x in (a, a_stats, b, b_stats)), out=out, stats=stats, form="thd")
+    assert np.isnan(rt.numpy(out)[1]).all() and np.isnan(rt.numpy(stats)[1])
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 8), (4, 6, 3, 8), (2, 3, 10), (1, 2, 12, 1, 8)], ids=str)
+def test_sums_of_views(rt, shape):
+    """A half of any dimension but the last, in place."""
+    rng = np.random.default_rng(0)
+    for axis in (i for i, n in enumerate(shape[:-1]) if n % 2 == 0):
+        a = rng.standard_normal(shape).astype(np.float32)
+        b = rng.standard_normal((*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])).astype(numpy_dtype("bfloat16"))
+        total = rt.tensor(a)
+        view = half(total, axis, True)
+        ops.context_sum(rt, view, rt.tensor(b), out=view)
+        first, second = np.split(a, 2, axis)
+        np.testing.assert_array_equal(rt.numpy(total), np.concatenate((first, second + b.astype(np.float32)), axis))
+    stats = rt.tensor(rng.standard_normal((2, 3, 10)).astype(np.float32))
+    out = rt.empty((2, 3, 5), dtypes.float32)
+    ops.context_sum(rt, half(stats, 2, True), None, out=out)
+    np.testing.assert_array_equal(rt.numpy(out), rt.numpy(stats)[..., 5:])
+
+
+@pytest.mark.parametrize("softmax", ["off-by-one", "learnable"])
+def test_an_attention_in_pieces(rt, softmax):
+    """Three runs of keys, merged in float32, are the attention over all; with its statistics and its sink's gradient.
+
+    (The CPU computes float32; cuDNN takes none.)
+    """
+    dtype = numpy_dtype("float32" if rt.device.kind == "cpu" else "bfloat16")
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((2, 48, h, 64)).astype(dtype) for h in (4, 2, 2))
+    sink = rt.tensor(rng.uniform(-2, 4, 4).astype(np.float32)) if softmax == "learnable" else None
+    whole = AttentionSpec(0.125, "bshd", "bshd", softmax=softmax)
+    want = ops.attention_forward(rt, *(rt.tensor(x) for x in (q, k, v)), spec=whole, terms=Terms(sink=sink))
+    total = stats = None
+    for i in range(3):
+        keys, values = (rt.tensor(np.ascontiguousarray(x[:, 16 * i : 16 * (i + 1)])) for x in (k, v))
+        part = ops.attention_forward(rt, rt.tensor(q), keys, values, spec=AttentionSpec(0.125, "bshd", "bshd"))
+        if total is None:
+            total, stats = part.out, part.stats
+            continue
+        last = i == 2
+        out = rt.empty(q.shape, dtypes.dtype(dtype) if last else dtypes.float32)
+        more = {"softmax": softmax, "sink": sink} if last else {}
+        ops.attention_merge(rt, total, stats, part.out, part.stats, out=out, stats=stats, form="bshd", **more)
+        total = out
+    assert snr_db(rt.numpy(total), rt.numpy(want.out)) > (100 if rt.device.kind == "cpu" else DB["bf16"])
+    np.testing.assert_allclose(rt.numpy(stats), rt.numpy(want.stats), rtol=1e-3 if dtype != np.float32 else 1e-5)
+    if sink is not None and rt.device.kind == "cpu":
+        dy = rt.tensor(rng.standard_normal(q.shape).astype(dtype))
+        given = [rt.tensor(x) for x in (q, k, v)]
+        grads = ops.attention_backward(rt, dy, *given, want.out, want.stats, spec=whole, terms=Terms(sink=sink))
+        got = ops.attention_sink_grad(rt, dy, total, stats, sink, form="bshd")
+        np.testing.assert_allclose(rt.numpy(got), rt.numpy(grads.sink), rtol=1e-4)

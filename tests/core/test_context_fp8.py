@@ -20,21 +20,14 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_core.tape import taped
 from te_core.tape.taped import Taped
 from tests.core.context_cases import RT, Batch, Case, LateCommunicator, Made, Ranks, unpack
+from tests.core.test_context_parallel import LAYOUTS, flat
 from tests.covering import covering
 from tests.recordings import tapes
 from tests.tolerances import DB, snr_db
 
-Array = np.ndarray[Any, Any]
-
 RECIPES = {"delayed": DelayedScaling(fp8_dpa=True), "current": Float8CurrentScaling(fp8_dpa=True)}
 CHOICES = [("p2p", 2, 1), ("p2p", 3, 1), ("p2p", 8, 1), ("all_gather", 2, 1), ("all_gather", 4, 1), ("a2a", 2, 1)]
 CHOICES += [("a2a", 4, 1), ("a2a+p2p", 4, 2), ("a2a+p2p", 2, 1)]
-LAYOUTS = [
-    (form, mask)
-    for form in ("sbhd", "bshd", "thd")
-    for mask in ("no_mask", "causal", "padding", "padding_causal")
-    if form != "thd" or "padding" in mask
-]
 BOUNDS = {"out": "fp8 attention", "dq": "fp8 attention dq", "dk": "fp8 attention dq", "dv": "fp8 attention dv"}
 #: Slots of the module: q, k and v; the output; P. Of their gradients.
 QKV, OUT, P, DQKV, DOUT, DP = 2, 3, 8, 0, 3, 5
@@ -102,10 +95,6 @@ def alone(case: Case, recipe: str, batch: Batch, **changes: Any) -> Made:
 
 def quality(made: Made, wanted: Made) -> dict[str, float]:
     return {name: snr_db(flat(getattr(made, name)), flat(getattr(wanted, name))) for name in BOUNDS}
-
-
-def flat(parts: list[Array]) -> Array:
-    return np.concatenate([np.asarray(t, np.float64).reshape(-1) for t in parts])
 
 
 def check(case: Case, recipe: str, made: Made, batch: Batch) -> None:

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from te_core import dtypes
-from te_core.attention import AttentionSpec, Sizes
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.attention import Sizes
+from te_core.errors import ArgumentError
 from te_core.layers import attention
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
-from te_core.layers.communicator import InProcessRanks
-from te_core.layers.context.schedule import Context, Load, schedule
+from te_core.layers.context.schedule import Load, schedule
 from te_core.layers.context.sides import attentions
 from te_core.ops import raw
 from te_core.ops.attention_terms import NOTHING, sizes_of
@@ -449,62 +447,6 @@ def test_each_call_draws_by_itself_and_backward_the_same(choice: Any, mask: str,
 
 
 # ---------------------------------------------------------------------------------------------- refusals
-
-
-def refused(case: Case, **changes: Any) -> str:
-    """What a rank says of a call."""
-    case = replace(case, **changes)
-    with pytest.raises((ArgumentError, UnsupportedError)) as error:
-        run(case)
-    return str(error.value)
-
-
-def test_what_is_refused_says_what_to_do() -> None:
-    assert "'p2p', 'all_gather', 'a2a' or 'a2a+p2p'" in refused(Case(), mode="ring")
-    assert "use a2a" in refused(Case(mode="all_gather", mask="no_mask", form="thd"), window=(3, 2), mask="padding")
-    assert "all_gather or a2a" in refused(Case(), window=(3, 0))
-    assert "all_gather or a2a" in refused(Case(mode="a2a+p2p", size=4, inner=2), window=(3, 0))
-    assert "use a2a" in refused(Case(mode="all_gather", window=(3, 0)), dropout=0.1)
-    assert "as many keys as queries" in refused(Case(), cross=True)
-    assert "ALiBi with a2a" in refused(Case(), bias="alibi")
-    spec = Case().spec(Context("p2p", 2))
-    ranks = InProcessRanks(2)
-
-    def call(shape: tuple[int, ...], spec: AttentionLayerSpec = spec, comm: Any = None, **terms: Any) -> str:
-        q = RT.zeros(shape, dtypes.float32)
-        k = RT.zeros((*shape[:2], shape[2] // 2, shape[3]), dtypes.float32)
-        with pytest.raises((ArgumentError, UnsupportedError)) as error:
-            attention.forward(RT, q, k, k, **terms, spec=spec, comm=comm)
-        return str(error.value)
-
-    assert "an even number" in call((7, 1, 4, 8), comm=ranks.of(0))
-    assert "none" in call((8, 1, 4, 8)) and "a list of two groups" in call((8, 1, 4, 8))
-    split = replace(Case(mode="a2a", size=4).spec(Context("a2a", 3)), heads=8, groups=4)
-    assert "p2p or all_gather" in call((6, 1, 8, 8), split, InProcessRanks(3).of(0))
-    arbitrary = replace(spec, core=replace(spec.core, masked=True, right=-1))
-    mask = RT.zeros((1, 1, 8, 8), dtypes.uint8)
-    assert "pass cu_seqlens of the whole sequences" in call((8, 1, 4, 8), arbitrary, ranks.of(0), mask=mask)
-    biased = replace(spec, core=AttentionSpec(1.0, bias="post_scale_bias"))
-    bias = RT.zeros((1, 1, 8, 8), dtypes.float32)
-    assert "[.., 8, 16]: this rank's queries, and all keys" in call((8, 1, 4, 8), biased, ranks.of(0), bias=bias)
-    assert "use p2p" in call((8, 1, 4, 8), replace(biased, context=Context("a2a", 2)), ranks.of(0), bias=bias)
-
-
-def test_two_communicators_and_no_fewer() -> None:
-    case = Case(mode="a2a+p2p", size=4, inner=2)
-    batch, ranks = Batch(case), Ranks(case)
-    with pytest.raises(ArgumentError, match="a list of two groups, without which every rank would attend to its own"):
-        ranks.run(lambda rank, comm: step(case, batch, rank, comm[0]))
-
-
-@pytest.mark.parametrize("mode", ["p2p", "all_gather", "a2a"])
-def test_padded_lengths_are_multiples_of_the_chunks(mode: str) -> None:
-    case = Case(mode=mode, form="thd", mask="padding", lengths="odd")
-    batch = Batch(case)
-    for side in (batch.q_side, batch.kv_side):
-        side.cu_padded[1] += 1
-    with pytest.raises(ArgumentError, match="padded lengths that 4, twice the number of ranks, divides"):
-        run(case, batch)
 
 
 @covering(choice=CHOICES, mask=["padding", "padding_causal"], window=[None, (5, 0)])

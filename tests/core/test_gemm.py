@@ -13,11 +13,12 @@ from te_core.ops.gemm import GemmOperands, gemm
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import requires_cuda
-from tests.core.covering_lists import covering_lists
+from tests.covering import covering
 from tests.reference import gemm as reference
 from tests.tolerances import DB, snr_db
 
-SIZES = [(64, 48, 32), (7, 13, 5), (1, 1, 1), (33, 65, 129), (128, 8, 17)]
+#: The last one of several blocks of rows on the CPU.
+SIZES = [(64, 48, 32), (7, 13, 5), (1, 1, 1), (33, 65, 129), (128, 8, 17), (101, 700, 40)]
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
 BOUND = {D.bfloat16: DB["bf16"], D.float16: DB["fp16"], D.float32: DB["fp32"]}
 PAIRS = [
@@ -59,186 +60,144 @@ def fresh(rt: Runtime) -> None:
         del rt.plans._plans[key]
 
 
+FP8_PAIRS = [(D.float8_e4m3, D.float8_e4m3), (D.float8_e4m3, D.float8_e5m2), (D.float8_e5m2, D.float8_e4m3)]
+
+
+def fp8_operands(rt: Runtime, size, a_dtype=D.float8_e4m3, b_dtype=D.float8_e4m3):
+    """A K-major pair with scales that differ, so that a swap shows."""
+    m, n, k = size
+    a, b = values(rt, (m, k), a_dtype, 1), values(rt, (n, k), b_dtype, 2)
+    a_scale, b_scale = rt.tensor(np.array([0.125], np.float32)), rt.tensor(np.array([3.0], np.float32))
+    return a, b, {"trans_b": True, "a_scale": a_scale, "b_scale": b_scale}
+
+
+def multiply(
+    rt, size, dtype, out, *, trans=(False, False), bias=None, epilogue=None, aux=False, out_sum=None, a_sum=None,
+    old=False, bound=None, wants=None, scale=1.0, **more,
+):  # fmt: skip
+    """A product with what is asked for beside it, all of its results against float64. `dtype`: of both operands, or an
+    FP8 pair; `bias`, `out_sum`, `a_sum`: types; `old`: what `out` held is added; `wants`: the kernels of CUDA's plan.
+    """
+    fresh(rt)
+    if isinstance(dtype, tuple):
+        (a, av), (b, bv), scales = fp8_operands(rt, size, *dtype)
+        options, trans, factor = scales, (False, True), 0.375
+        bound = min(BOUND[out], bound or DB["fp8 split"])
+    else:
+        (a, av), (b, bv) = operands(rt, size, dtype, *trans)
+        options, factor = {"trans_a": trans[0], "trans_b": trans[1]}, 1.0
+        bound = bound or BOUND[out]
+    m, n, _ = size
+    added, biasv = values(rt, (n,), bias, 3, scale) if bias else (None, None)
+    given = auxv = None
+    if epilogue == "dgelu":
+        given, auxv = values(rt, (m, n), out, 4)
+    elif aux:
+        given = rt.empty((m, n), out)
+    target, before = values(rt, (m, n), out, 5, 3.0) if old else (None, 0.0)
+    rows, columns = (rt.empty((k,), t) if t else None for k, t in ((m, a_sum), (n, out_sum)))
+    options |= {"bias": added, "epilogue": epilogue, "aux": given, "a_sum": rows, "out_sum": columns, **more}
+    options |= {"out": target, "accumulate": True} if old else {"out_dtype": out}
+    y = gemm(rt, a, b, **options)
+    assert y.dtype is out and (target is None or y is target)
+    how = {"trans_a": trans[0], "trans_b": trans[1], "bias": biasv, "epilogue": epilogue, "aux": auxv}
+    want = reference.gemm(av, bv, **how) if factor == 1 else reference.gemm(av, bv, **how, scale=factor)
+    # gelu's steepest relative slope costs a little; a product in the last place of zero more.
+    check(rt, y, want.out + before, bound - 3 * (epilogue is not None))
+    if aux:
+        check(rt, given, want.aux, bound)
+    if rows is not None:
+        check(rt, rows, want.a_sum if factor == 1 else av.sum(1) * 0.125, BOUND[a_sum] - 6)
+    if columns is not None:  # of the output before or after its rounding is the backend's choice
+        check(rt, columns, want.out_sum, min(BOUND[out], BOUND[out_sum]) - 6)
+    assert wants is None or family(rt) in (None, *wants), family(rt)
+
+
 # ---------------------------------------------------------------------------------------------- 16 and 32 bit
 
 
-@covering_lists(
-    pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str),
-    pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES),
-    pytest.mark.parametrize("size", SIZES, ids=str),
-    turns=2,
-)
-def test_product(rt, dtype, out, trans_a, trans_b, size):
-    fresh(rt)
-    (a, av), (b, bv) = operands(rt, size, dtype, trans_a, trans_b)
-    y = gemm(rt, a, b, trans_a=trans_a, trans_b=trans_b, out_dtype=out)
-    assert y.dtype is out
-    check(rt, y, reference.gemm(av, bv, trans_a=trans_a, trans_b=trans_b).out, BOUND[out])
-    assert family(rt) in (None, "cublasLt(none)")
+@covering(pair=PAIRS, trans=TRANSPOSES, size=SIZES, turns=2)
+def test_product(rt, pair, trans, size):
+    multiply(rt, size, *pair, trans=trans, wants=["cublasLt(none)"])
 
 
 @pytest.mark.parametrize("size", SIZES[:2], ids=str)
 def test_tf32(rt, size):
-    fresh(rt)
-    (a, av), (b, bv) = operands(rt, size, D.float32)
-    check(rt, gemm(rt, a, b, tf32=True), reference.gemm(av, bv).out, DB["tf32"])
-    assert family(rt) in (None, "cublasLt(none)")
+    multiply(rt, size, D.float32, D.float32, tf32=True, bound=DB["tf32"], wants=["cublasLt(none)"])
 
 
-@covering_lists(
-    pytest.mark.parametrize(
-        ("dtype", "bias_dtype", "out"),
-        [
-            (D.bfloat16, D.bfloat16, D.bfloat16),
-            (D.bfloat16, D.float32, D.bfloat16),
-            (D.float16, D.float16, D.float16),
-            (D.bfloat16, D.float32, D.float32),
-            (D.bfloat16, D.bfloat16, D.float32),
-            (D.float32, D.float32, D.float32),
-            (D.float16, D.float32, D.float32),
-            (D.float32, D.bfloat16, D.float32),
-        ],
-        ids=str,
-    ),
-    pytest.mark.parametrize("size", SIZES, ids=str),
+@covering(
+    types=[
+        (D.bfloat16, D.bfloat16, D.bfloat16),
+        (D.bfloat16, D.float32, D.bfloat16),
+        (D.float16, D.float16, D.float16),
+        (D.bfloat16, D.float32, D.float32),
+        (D.bfloat16, D.bfloat16, D.float32),
+        (D.float32, D.float32, D.float32),
+        (D.float16, D.float32, D.float32),
+        (D.float32, D.bfloat16, D.float32),
+    ],
+    size=SIZES,
 )
-def test_bias(rt, dtype, bias_dtype, out, size):
-    fresh(rt)
-    (a, av), (b, bv) = operands(rt, size, dtype)
-    bias, biasv = values(rt, (size[1],), bias_dtype, 3, 5.0)
-    y = gemm(rt, a, b, bias=bias, out_dtype=out)
-    check(rt, y, reference.gemm(av, bv, bias=biasv).out, BOUND[out])
-    if bias_dtype is out:
-        assert family(rt) in (None, "cublasLt(BIAS)")
+def test_bias(rt, types, size):
+    dtype, bias, out = types
+    multiply(rt, size, dtype, out, bias=bias, scale=5.0, wants=["cublasLt(BIAS)"] if bias is out else None)
 
 
-@covering_lists(
-    pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str),
-    pytest.mark.parametrize("with_aux", [False, True]),
-    pytest.mark.parametrize("with_bias", [False, True]),
-    pytest.mark.parametrize("size", SIZES, ids=str),
-    turns=2,
-)
-def test_gelu(rt, dtype, out, with_aux, with_bias, size):
-    fresh(rt)
-    m, n, _ = size
-    (a, av), (b, bv) = operands(rt, size, dtype, trans_b=True)
-    bias, biasv = values(rt, (n,), out, 3) if with_bias else (None, None)
-    aux = rt.empty((m, n), out) if with_aux else None
-    y = gemm(rt, a, b, trans_b=True, bias=bias, epilogue="gelu", aux=aux, out_dtype=out)
-    want = reference.gemm(av, bv, trans_b=True, bias=biasv, epilogue="gelu")
-    # gelu's steepest relative slope costs a little; a product in the last place of zero more.
-    check(rt, y, want.out, BOUND[out] - 3)
-    if aux is not None:
-        check(rt, aux, want.aux, BOUND[out])
-    if out is D.bfloat16 and n % 8 == 0:
-        name = "GELU" + "_AUX" * with_aux + "_BIAS" * with_bias
-        assert family(rt) in (None, f"cublasLt({name})")
+@covering(pair=PAIRS, aux=[False, True], bias=[False, True], size=SIZES, turns=2)
+def test_gelu(rt, pair, aux, bias, size):
+    fused = pair[1] is D.bfloat16 and size[1] % 8 == 0
+    wants = [f"cublasLt(GELU{'_AUX' * aux}{'_BIAS' * bias})"] if fused else None
+    more = {"bias": pair[1] if bias else None, "epilogue": "gelu", "aux": aux}
+    multiply(rt, size, *pair, trans=(False, True), wants=wants, **more)
 
 
-@covering_lists(
-    pytest.mark.parametrize("dtype", [D.bfloat16, D.float32]),
-    pytest.mark.parametrize("with_bias", [False, True]),
-    pytest.mark.parametrize("sum_dtype", [None, D.float32, D.bfloat16]),
-    pytest.mark.parametrize("size", SIZES, ids=str),
-    turns=2,
-)
-def test_dgelu(rt, dtype, with_bias, sum_dtype, size):
-    fresh(rt)
-    m, n, _ = size
-    (a, av), (b, bv) = operands(rt, size, dtype)
-    bias, biasv = values(rt, (n,), dtype, 3) if with_bias else (None, None)
-    aux, auxv = values(rt, (m, n), dtype, 4)
-    sums = rt.empty((n,), sum_dtype) if sum_dtype else None
-    y = gemm(rt, a, b, bias=bias, epilogue="dgelu", aux=aux, out_sum=sums)
-    want = reference.gemm(av, bv, bias=biasv, epilogue="dgelu", aux=auxv)
-    check(rt, y, want.out, BOUND[dtype] - 3)
-    if sums is not None:
-        # Whether of the output before or after its rounding is the backend's choice.
-        check(rt, sums, want.out_sum, min(BOUND[dtype], BOUND[sum_dtype]) - 6)
-    if dtype is D.bfloat16 and n % 8 == 0 and not with_bias:
-        assert family(rt) in (None, "cublasLt(DGELU)" + (" + sums.cu" if sums is not None else ""))
+@covering(dtype=[D.bfloat16, D.float32], bias=[False, True], sums=[None, D.float32, D.bfloat16], size=SIZES, turns=2)
+def test_dgelu(rt, dtype, bias, sums, size):
+    fused = dtype is D.bfloat16 and size[1] % 8 == 0 and not bias
+    wants = ["cublasLt(DGELU)" + (" + sums.cu" if sums else "")] if fused else None
+    multiply(rt, size, dtype, dtype, bias=dtype if bias else None, epilogue="dgelu", out_sum=sums, wants=wants)
 
 
-@covering_lists(
-    pytest.mark.parametrize("sum_dtype", [D.float32, D.bfloat16]),
-    pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES),
-    pytest.mark.parametrize("size", SIZES, ids=str),
-    turns=2,
-)
-def test_a_sum_while_accumulating(rt, sum_dtype, trans_a, trans_b, size):
+@covering(sums=[D.float32, D.bfloat16], trans=TRANSPOSES, size=SIZES, turns=2)
+def test_a_sum_while_accumulating(rt, sums, trans, size):
     """The weight gradient as a layer forms it: into float32 main_grad, with the bias gradient."""
-    fresh(rt)
-    (a, av), (b, bv) = operands(rt, size, D.bfloat16, trans_a, trans_b)
-    out, old = values(rt, size[:2], D.float32, 5)
-    sums = rt.empty((size[0],), sum_dtype)
-    y = gemm(rt, a, b, trans_a=trans_a, trans_b=trans_b, out=out, accumulate=True, a_sum=sums)
-    assert y is out
-    want = reference.gemm(av, bv, trans_a=trans_a, trans_b=trans_b)
-    check(rt, y, want.out + old, DB["fp32"])
-    check(rt, sums, want.a_sum, BOUND[sum_dtype] - 6)
-    fused = trans_a and sum_dtype is D.float32 and size == (64, 48, 32)
-    assert family(rt) in (None, "cublasLt(BGRADB)" if fused else "cublasLt(none) + sums.cu", "cublasLt(BGRADB)")
+    fused = trans[0] and sums is D.float32 and size == (64, 48, 32)
+    wants = ["cublasLt(BGRADB)" if fused else "cublasLt(none) + sums.cu", "cublasLt(BGRADB)"]
+    multiply(rt, size, D.bfloat16, D.float32, trans=trans, a_sum=sums, old=True, wants=wants)
 
 
 def test_a_sum_with_a_bias(rt):
-    (a, av), (b, bv) = operands(rt, (24, 40, 56), D.bfloat16)
-    bias, biasv = values(rt, (40,), D.bfloat16, 3)
-    sums = rt.empty((24,), D.float32)
-    y = gemm(rt, a, b, bias=bias, a_sum=sums)
-    check(rt, y, reference.gemm(av, bv, bias=biasv).out, DB["bf16"])
-    check(rt, sums, av.sum(1), DB["fp32"])
+    multiply(rt, (24, 40, 56), D.bfloat16, D.bfloat16, bias=D.bfloat16, a_sum=D.float32)
 
 
-@covering_lists(
-    pytest.mark.parametrize("width", [37, 264, 2048]), pytest.mark.parametrize("dtype", [D.bfloat16, D.float32])
-)
+@covering(width=[37, 264, 2048], dtype=[D.bfloat16, D.float32])
 def test_sums_of_many_rows(rt, width, dtype):
     """Enough rows for the two-step column sum; widths that leave a tail, and that allow wide loads or do not."""
-    (a, av), (b, bv) = operands(rt, (width, 16, 5003), dtype, trans_a=True)
-    bias, biasv = values(rt, (16,), dtype, 3)
-    sums = rt.empty((width,), D.float32)
-    y = gemm(rt, a, b, trans_a=True, bias=bias, a_sum=sums)
-    check(rt, y, reference.gemm(av, bv, trans_a=True, bias=biasv).out, BOUND[dtype] - 3)
-    check(rt, sums, av.sum(0), DB["fp32"])
-
-
-def test_sum_of_an_unaligned_matrix(rt):
-    flat, whole = values(rt, (1 + 300 * 64,), D.bfloat16, 1)
-    a = Tensor(flat.ptr + 2, (300, 64), D.bfloat16, flat.device, flat)
-    b, _ = values(rt, (300, 8), D.bfloat16, 2)
-    bias, _ = values(rt, (8,), D.bfloat16, 3)
-    sums = rt.empty((64,), D.float32)
-    gemm(rt, a, b, trans_a=True, bias=bias, a_sum=sums)
-    check(rt, sums, whole[1:].reshape(300, 64).sum(0), DB["fp32"])
-
-
-@covering_lists(
-    pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str),
-    pytest.mark.parametrize("epilogue", [None, "gelu", "dgelu"]),
-)
-def test_accumulate(rt, dtype, out, epilogue):
-    """What `out` held is added after the epilogue."""
-    (a, av), (b, bv) = operands(rt, (40, 24, 72), dtype)
-    target, old = values(rt, (40, 24), out, 5, 3.0)
-    aux, auxv = values(rt, (40, 24), out, 4) if epilogue == "dgelu" else (None, None)
-    bias, biasv = values(rt, (24,), out, 3)
-    gemm(rt, a, b, out=target, accumulate=True, bias=bias, epilogue=epilogue, aux=aux)
-    want = reference.gemm(av, bv, bias=biasv, epilogue=epilogue, aux=auxv).out
-    check(rt, target, want + old, BOUND[out])
+    bound = BOUND[dtype] - 3
+    multiply(rt, (width, 16, 5003), dtype, dtype, trans=(True, False), bias=dtype, a_sum=D.float32, bound=bound)
 
 
 def test_unaligned_operands(rt):
-    """16-bit operands may start anywhere, and their leading dimensions may be odd."""
+    """16-bit operands may start anywhere, and their leading dimensions may be odd; their sums, too."""
     fresh(rt)
-    flat, whole = values(rt, (1 + 17 * 23,), D.bfloat16, 1)
-    a = Tensor(flat.ptr + 2, (17, 23), D.bfloat16, flat.device, flat)
-    b, bv = values(rt, (23, 9), D.bfloat16, 2, 0.2)
+    flat, whole = values(rt, (1 + 300 * 23,), D.bfloat16, 1)
+    a = Tensor(flat.ptr + 2, (300, 23), D.bfloat16, flat.device, flat)
+    b, bv = values(rt, (300, 9), D.bfloat16, 2, 0.06)
     flat_bias, bias_values = values(rt, (10,), D.bfloat16, 3)
     bias = Tensor(flat_bias.ptr + 2, (9,), D.bfloat16, flat_bias.device, flat_bias)
-    y = gemm(rt, a, b, bias=bias)
-    check(rt, y, reference.gemm(whole[1:].reshape(17, 23), bv, bias=bias_values[1:]).out, DB["bf16"])
+    av, sums = whole[1:].reshape(300, 23), rt.empty((23,), D.float32)
+    y = gemm(rt, a, b, trans_a=True, bias=bias)
+    check(rt, y, reference.gemm(av, bv, trans_a=True, bias=bias_values[1:]).out, DB["bf16"])
     assert family(rt) in (None, "cublasLt(BIAS)")
+    gemm(rt, a, b, trans_a=True, bias=bias, a_sum=sums)
+    check(rt, sums, av.sum(0), DB["fp32"])
+
+
+@covering(pair=PAIRS, epilogue=[None, "gelu", "dgelu"])
+def test_accumulate(rt, pair, epilogue):
+    """What `out` held is added after the epilogue."""
+    multiply(rt, (40, 24, 72), *pair, bias=pair[1], epilogue=epilogue, old=True)
 
 
 @pytest.mark.parametrize("dtype", [D.bfloat16, D.float32])
@@ -261,75 +220,43 @@ def test_empty_sizes(rt, dtype):
 
 # ---------------------------------------------------------------------------------------------- FP8
 
-FP8_PAIRS = [(D.float8_e4m3, D.float8_e4m3), (D.float8_e4m3, D.float8_e5m2), (D.float8_e5m2, D.float8_e4m3)]
 
-
-def fp8_operands(rt: Runtime, size, a_dtype=D.float8_e4m3, b_dtype=D.float8_e4m3):
-    """A K-major pair with scales that differ, so that a swap shows."""
-    m, n, k = size
-    a, b = values(rt, (m, k), a_dtype, 1), values(rt, (n, k), b_dtype, 2)
-    a_scale, b_scale = rt.tensor(np.array([0.125], np.float32)), rt.tensor(np.array([3.0], np.float32))
-    return a, b, {"trans_b": True, "a_scale": a_scale, "b_scale": b_scale}
-
-
-@covering_lists(
-    pytest.mark.parametrize("size", [(64, 48, 32), (5, 16, 16), (1, 64, 256), (96, 32, 1024)], ids=str),
-    pytest.mark.parametrize(("a_dtype", "b_dtype"), FP8_PAIRS, ids=str),
-    pytest.mark.parametrize("out", [D.bfloat16, D.float16, D.float32]),
-    pytest.mark.parametrize("split", [False, True]),
+@covering(
+    size=[(64, 48, 32), (5, 16, 16), (1, 64, 256), (96, 32, 1024)],
+    pair=FP8_PAIRS,
+    out=[D.bfloat16, D.float16, D.float32],
+    split=[False, True],
     turns=2,
 )
-def test_fp8(rt, size, a_dtype, b_dtype, out, split):
-    fresh(rt)
-    (a, av), (b, bv), scales = fp8_operands(rt, size, a_dtype, b_dtype)
-    y = gemm(rt, a, b, **scales, out_dtype=out, split_accumulator=split)
-    want = reference.gemm(av, bv, trans_b=True, scale=0.375).out
-    check(rt, y, want, min(BOUND[out], DB["fp8 split" if split else "fp8 fast"]))
-    assert family(rt) in (None, "cublasLt(none)")
+def test_fp8(rt, size, pair, out, split):
+    bound = DB["fp8 split" if split else "fp8 fast"]
+    multiply(rt, size, pair, out, split_accumulator=split, bound=bound, wants=["cublasLt(none)"])
 
 
-@covering_lists(
-    pytest.mark.parametrize(
-        ("bias_dtype", "out"),
-        [
-            (None, D.bfloat16),
-            (D.bfloat16, D.bfloat16),
-            (D.float32, D.bfloat16),
-            (D.float16, D.float16),
-            (D.bfloat16, D.float32),
-            (D.float32, D.float32),
-        ],
-        ids=str,
-    ),
-    pytest.mark.parametrize("epilogue", [None, "gelu", "gelu+aux", "dgelu"]),
+@covering(
+    types=[
+        (None, D.bfloat16),
+        (D.bfloat16, D.bfloat16),
+        (D.float32, D.bfloat16),
+        (D.float16, D.float16),
+        (D.bfloat16, D.float32),
+        (D.float32, D.float32),
+    ],
+    epilogue=[None, "gelu", "gelu+aux", "dgelu"],
 )
-def test_fp8_epilogues(rt, bias_dtype, out, epilogue):
-    fresh(rt)
-    m, n, k = 40, 48, 64
-    (a, av), (b, bv), scales = fp8_operands(rt, (m, n, k))
-    bias, biasv = values(rt, (n,), bias_dtype, 3, 4.0) if bias_dtype else (None, None)
-    aux, auxv = values(rt, (m, n), out, 4) if epilogue in ("dgelu", "gelu+aux") else (None, None)
+def test_fp8_epilogues(rt, types, epilogue):
+    bias, out = types
+    wants = ["cublasLt(none) + epilogue.cu"] if epilogue == "dgelu" else None
+    if types == (D.bfloat16, D.bfloat16) and epilogue is None:
+        wants = ["cublasLt(BIAS)"]
+    more = {"bias": bias, "scale": 4.0, "aux": epilogue == "gelu+aux"}
     kind = epilogue and epilogue.removesuffix("+aux")
-    y = gemm(rt, a, b, **scales, out_dtype=out, bias=bias, epilogue=kind, aux=aux)
-    want = reference.gemm(av, bv, trans_b=True, scale=0.375, bias=biasv, epilogue=kind, aux=auxv)
-    bound = min(BOUND[out], DB["fp8 split"])
-    check(rt, y, want.out, bound - 3)
-    if epilogue == "gelu+aux":
-        check(rt, aux, want.aux, bound)
-    if epilogue == "dgelu":
-        assert family(rt) in (None, "cublasLt(none) + epilogue.cu")
-    if out is D.bfloat16 and bias_dtype is D.bfloat16 and epilogue is None:
-        assert family(rt) in (None, "cublasLt(BIAS)")
+    multiply(rt, (40, 48, 64), FP8_PAIRS[0], out, epilogue=kind, bound=DB["fp8 split"] - 3, wants=wants, **more)
 
 
 @pytest.mark.parametrize("out", [D.bfloat16, D.float32])
 def test_fp8_accumulates_and_sums(rt, out):
-    (a, av), (b, bv), scales = fp8_operands(rt, (32, 48, 64), D.float8_e5m2)
-    target, old = values(rt, (32, 48), out, 5, 3.0)
-    sums = rt.empty((32,), D.float32)
-    gemm(rt, a, b, **scales, out=target, accumulate=True, a_sum=sums)
-    check(rt, target, reference.gemm(av, bv, trans_b=True, scale=0.375).out + old, min(BOUND[out], DB["fp8 split"]))
-    check(rt, sums, av.sum(1) * 0.125, DB["fp32"])
+    multiply(rt, (32, 48, 64), FP8_PAIRS[2], out, a_sum=D.float32, old=True)
 
 
 # ---------------------------------------------------------------------------------------------- plans and errors
@@ -347,54 +274,6 @@ def test_one_plan_for_equal_calls(rt):
 
 def bf16(rt, *shape):
     return rt.empty(shape, D.bfloat16)
-
-
-def e4m3(rt, *shape):
-    return rt.empty(shape, D.float8_e4m3)
-
-
-WRONG = {
-    "contraction": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 9, 4)),
-    "mixed dtypes": lambda rt: gemm(rt, bf16(rt, 4, 8), rt.empty((8, 4), D.float32)),
-    "output dtype": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), out_dtype=D.float16),
-    "vector operand": lambda rt: gemm(rt, bf16(rt, 8), bf16(rt, 8, 4)),
-    "bias length": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), bias=bf16(rt, 5)),
-    "epilogue": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), epilogue="relu"),
-    "dgelu without aux": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), epilogue="dgelu"),
-    "aux without epilogue": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), aux=bf16(rt, 4, 4)),
-    "out_sum without dgelu": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), out_sum=bf16(rt, 4)),
-    "accumulate into nothing": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), accumulate=True),
-    "out shape": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), out=bf16(rt, 4, 5)),
-    "e5m2 pair": lambda rt: gemm(
-        rt, rt.empty((16, 16), D.float8_e5m2), rt.empty((16, 16), D.float8_e5m2), trans_b=True
-    ),
-    "fp8 not along K": lambda rt: gemm(rt, e4m3(rt, 16, 16), e4m3(rt, 16, 16)),
-    "fp8 odd K": lambda rt: gemm(rt, e4m3(rt, 16, 20), e4m3(rt, 16, 20), trans_b=True),
-    "fp8 without scales": lambda rt: gemm(rt, e4m3(rt, 16, 16), e4m3(rt, 16, 16), trans_b=True),
-}
-
-
-def test_wrong_arguments(rt):
-    for case in WRONG.values():
-        with pytest.raises(ArgumentError, match=r"gemm.*got .*Allowed: .*To do: "):
-            case(rt)
-
-
-def test_a_cached_plan_does_not_let_wrong_tensors_in(rt):
-    """The second call finds the first one's plan only if everything that was checked is the same."""
-    a, b = bf16(rt, 4, 8), bf16(rt, 8, 4)
-    gemm(rt, a, b, out=bf16(rt, 4, 4), bias=bf16(rt, 4))
-    whole = rt.empty((4,), D.int32)
-    for wrong in ({"out": bf16(rt, 2, 4)}, {"out": bf16(rt, 4, 4), "bias": bf16(rt, 2)}, {"bias": whole}):
-        with pytest.raises(ArgumentError):
-            gemm(rt, a, b, **{"out": bf16(rt, 4, 4), **wrong})
-    strided = Tensor(a.ptr, (4, 8), D.bfloat16, a.device, a, (1, 4))
-    with pytest.raises(ArgumentError, match="dense"):
-        gemm(rt, strided, b, out=bf16(rt, 4, 4))
-    (c, _), (d, _), scales = fp8_operands(rt, (16, 16, 16))
-    gemm(rt, c, d, **scales)
-    with pytest.raises(ArgumentError, match="scale"):
-        gemm(rt, c, d, trans_b=True, b_scale=scales["b_scale"])
 
 
 @requires_cuda

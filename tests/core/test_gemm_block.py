@@ -17,13 +17,13 @@ from te_core.backends.cuda.gemm_run import LtPlan
 from te_core.ops.gemm import GemmSpec, gemm
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime
-from tests.core.covering_lists import covering_lists
 from tests.core.fake_cuda import B200, Make, tensor
 from tests.core.tape_cases import Linear
 from tests.core.tape_proof import Tapes, run
 from tests.core.test_gemm import BOUND, family, fresh, values
 from tests.core.test_gemm_scaled import PAIRS, PIECES, TILES, block_product, close, requires_blocks, stored
 from tests.core.test_tape_recording import alike
+from tests.covering import covering
 from tests.tolerances import DB
 
 #: Whole tiles of a cluster and less, one row of eight, and lengths that are no whole blocks.
@@ -58,11 +58,7 @@ def device_is_here() -> bool:
 
 
 @requires_blocks
-@covering_lists(
-    pytest.mark.parametrize("size", SIZES, ids=str),
-    pytest.mark.parametrize("pair", TAKEN),
-    pytest.mark.parametrize("out", [D.bfloat16, D.float32], ids=str),
-)
+@covering(size=SIZES, pair=TAKEN, out=[D.bfloat16, D.float32])
 def test_product(chosen: None, size: tuple[int, int, int], pair: str, out: Any) -> None:
     rt = cuda_runtime()
     fresh(rt)

@@ -7,7 +7,6 @@ import pytest
 
 from te_core import dtypes as D
 from te_core import ops
-from te_core.errors import ArgumentError
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -98,29 +97,3 @@ def test_a_quantized_operand_meets_a_plain_one(rt):
     plain = [ops.dequantize(rt, q, D.bfloat16) for q in quantized]
     ops.gemm_grouped(rt, x, plain, wanted, sizes=SIZES, trans_b=True)
     assert np.array_equal(rt.numpy(y), rt.numpy(wanted)) and rt.numpy(y).any()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"sizes": None}, "neither sizes nor offsets"),
-        ({"sizes": (32, 0, 5)}, r"sizes \[32, 0, 5\] of 4 groups"),
-        ({"sizes": (32, -1, 6, 75)}, r"sizes \[32, -1, 6, 75\]"),
-        ({"sizes": (32, 0, 5, 70)}, "112"),
-        ({"bias": [None]}, "an operand of 1 parts"),
-        ({"out": None}, "trans_a=False with several tensors as out"),
-        ({"trans_a": True}, "trans_a=True with one tensor as out"),
-        ({"sizes": None, "offsets": [1, 32, 32, 37, 112]}, r"offsets \[1, 32"),
-        ({"sizes": None, "offsets": [0, 32]}, "offsets"),
-    ],
-    ids=str,
-)
-def test_errors(rt, change, says):
-    given = {"sizes": SIZES, "out": rt.zeros((T, N), D.bfloat16), "trans_b": True} | change
-    if isinstance(given.get("offsets"), list):
-        given["offsets"] = rt.tensor(np.array(given["offsets"], np.int32))
-    if given["out"] is None:
-        given["out"] = [rt.zeros((s, N), D.bfloat16) for s in SIZES]
-    x, w = values(rt, T, K), [values(rt, N, K) for _ in SIZES]
-    with pytest.raises(ArgumentError, match=says):
-        ops.gemm_grouped(rt, x, w, given.pop("out"), **given)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from te_core import dtypes as D
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.backends.cuda import gemm as cuda_gemm
 from te_core.backends.cuda import gemm_run, gemm_tune
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import UnsupportedError
 from te_core.kernels import loader
 from te_core.ops.gemm import gemm
 from te_core.plan_cache import PlanCache
@@ -26,8 +27,8 @@ from te_core.quantized import Format
 from te_core.runtime import HostAllocator, Runtime
 from te_core.tensor import CPU, Tensor
 from tests.backends import capability, cuda_runtime, needs_device, requires_cuda
-from tests.core.covering_lists import covering_lists
-from tests.core.test_gemm import BOUND, check, family, fresh, operands, values
+from tests.core.test_gemm import BOUND, check, family, fresh, multiply, operands, values
+from tests.covering import covering
 from tests.reference import gemm as reference
 from tests.tolerances import DB
 
@@ -90,79 +91,52 @@ def close(rt: Runtime, y: Tensor, want: np.ndarray, bound: float) -> None:
 # ---------------------------------------------------------------------------------------------- blocks, on Hopper
 
 
-@requires_blocks
-@covering_lists(
-    pytest.mark.parametrize("pair", PAIRS),
-    pytest.mark.parametrize("k", LENGTHS),
-    pytest.mark.parametrize("out", [D.bfloat16, D.float16, D.float32], ids=str),
-)
-def test_block_product(pair, k, out):
-    rt = cuda_runtime()
-    fresh(rt)
-    y, want = block_product(rt, PAIRS[pair], (256, 384, k), out_dtype=out)
-    close(rt, y, want, min(BOUND[out], DB["fp8 split"]))
-    assert family(rt) == "cublasLt(none)"
+@dataclass(frozen=True)
+class Blocks:
+    """A product of blocks with what is asked for beside it, and the kernels that CUDA takes."""
+
+    size: tuple[int, int, int] = (128, 256, 640)
+    out: D.DType = D.bfloat16
+    bias: D.DType | None = None
+    epilogue: str | None = None
+    old: bool = False  # what `out` held is added
+    wants: str | None = None
 
 
-@requires_blocks
-@covering_lists(
-    pytest.mark.parametrize(
-        "size", [(1, 1, 1), (37, 40, 200), (130, 16, 1000), (5, 271, 129), (1021, 517, 391)], ids=str
+BLOCKS = [
+    *(
+        Blocks((256, 384, k), out, wants="cublasLt(none)")
+        for k in LENGTHS
+        for out in (D.bfloat16, D.float16, D.float32)
     ),
-    pytest.mark.parametrize("pair", PAIRS),
-)
-def test_block_sizes_of_padded_copies(size, pair):
-    """Any matrix enters by its padded copy; rows and columns of zeros come out as zeros."""
-    rt = cuda_runtime()
-    y, want = block_product(rt, PAIRS[pair], size, out_dtype=D.float32)
-    close(rt, y, want, DB["fp8 split"])
+    # Any matrix enters by its padded copy; rows and columns of zeros come out as zeros.
+    *(Blocks(size, D.float32) for size in ((1, 1, 1), (37, 40, 200), (130, 16, 1000), (5, 271, 129), (1021, 517, 391))),
+    Blocks(old=True),
+    Blocks(out=D.float32, old=True, wants="cublasLt(none)"),  # the weight gradient's own way
+    Blocks(bias=D.bfloat16),
+    Blocks(out=D.float16, bias=D.float16),
+    *(Blocks(out=out, bias=D.float32, wants="cublasLt(none) + epilogue.cu") for out in (D.bfloat16, D.float32)),
+    *(Blocks(epilogue=epilogue) for epilogue in ("gelu", "dgelu")),
+]
+
+
+@requires_blocks
+@covering(case=BLOCKS, pair=PAIRS)
+def test_block_product(case, pair):
+    rt, (m, n, _) = cuda_runtime(), case.size
+    fresh(rt)
+    bias, biasv = values(rt, (n,), case.bias, 3, 30.0) if case.bias else (None, 0.0)
+    aux, auxv = values(rt, (m, n), D.bfloat16, 4) if case.epilogue else (None, None)
+    target, old = values(rt, (m, n), case.out, 5, 30.0) if case.old else (None, 0.0)
+    options = {"out": target, "accumulate": True} if case.old else {"out_dtype": case.out}
+    y, want = block_product(rt, PAIRS[pair], case.size, bias=bias, epilogue=case.epilogue, aux=aux, **options)
+    if case.epilogue:
+        want = reference.gelu(want) if case.epilogue == "gelu" else want * reference.gelu_slope(auxv)
+    assert target is None or y is target
+    close(rt, y, want + biasv + old, min(BOUND[case.out], DB["fp8 split"]) - 3 * (case.epilogue is not None))
     full = rt.numpy(y)
-    assert not full[size[0] :].any()
-    assert not full[:, size[1] :].any()
-
-
-@requires_blocks
-@covering_lists(
-    pytest.mark.parametrize("out", [D.bfloat16, D.float32], ids=str), pytest.mark.parametrize("pair", PAIRS)
-)
-def test_block_accumulates(out, pair):
-    rt = cuda_runtime()
-    fresh(rt)
-    target, old = values(rt, (128, 256), out, 5, 30.0)
-    y, want = block_product(rt, PAIRS[pair], (128, 256, 640), out=target, accumulate=True)
-    assert y is target
-    close(rt, y, want + old, min(BOUND[out], DB["fp8 split"]))
-    if out is D.float32:
-        assert family(rt) == "cublasLt(none)"  # the weight gradient's own way
-
-
-@requires_blocks
-@covering_lists(
-    pytest.mark.parametrize(
-        ("bias_dtype", "out"),
-        [(D.bfloat16, D.bfloat16), (D.float16, D.float16), (D.float32, D.bfloat16), (D.float32, D.float32)],
-        ids=str,
-    ),
-    pytest.mark.parametrize("pair", PAIRS),
-)
-def test_block_bias(bias_dtype, out, pair):
-    rt = cuda_runtime()
-    fresh(rt)
-    bias, biasv = values(rt, (256,), bias_dtype, 3, 30.0)
-    y, want = block_product(rt, PAIRS[pair], (128, 256, 640), out_dtype=out, bias=bias)
-    close(rt, y, want + biasv, min(BOUND[out], DB["fp8 split"]))
-    if bias_dtype is D.float32:
-        assert family(rt) == "cublasLt(none) + epilogue.cu"
-
-
-@requires_blocks
-@pytest.mark.parametrize("epilogue", ["gelu", "dgelu"])
-def test_block_epilogues(epilogue):
-    rt = cuda_runtime()
-    aux, auxv = values(rt, (128, 256), D.bfloat16, 4)
-    y, want = block_product(rt, PAIRS["1Dx2D"], (128, 256, 640), epilogue=epilogue, aux=aux)
-    want = reference.gelu(want) if epilogue == "gelu" else want * reference.gelu_slope(auxv)
-    close(rt, y, want, DB["bf16"] - 3)
+    assert case.bias or not (full[m:].any() or full[:, n:].any())
+    assert case.wants in (None, family(rt))
 
 
 @requires_blocks
@@ -297,65 +271,6 @@ def test_mxfp8_in_every_transposition(spy):
         assert call(spy, "mxfp8", a=a, b=b, trans_a=trans_a, trans_b=trans_b).shape == (M, N)
 
 
-def fp8(*shape):
-    return Runtime.cpu().empty(shape, D.float8_e4m3)
-
-
-def f32(*shape):
-    return Runtime.cpu().empty(shape, D.float32)
-
-
-def u8(*shape):
-    return Runtime.cpu().empty(shape, D.uint8)
-
-
-WRONG = {
-    "mixed scalings": ("block", {"b_format": Format(D.float8_e4m3, "mxfp8")}),
-    "one format only": ("block", {"b_format": None}),
-    "a per-tensor format": ("block", {"a_format": Format(D.float8_e4m3), "b_format": Format(D.float8_e4m3)}),
-    "amax without a format": ("nvfp4", {"a_format": None, "b_format": None}),
-    "two tiled": ("block", {"a_format": TILES, "a_scale": f32(1, 4)}),
-    "e5m2 pair": ("mxfp8", {"a_format": Format(D.float8_e5m2, "mxfp8"), "b_format": Format(D.float8_e5m2, "mxfp8")}),
-    "data of another type": ("block", {"a_format": GRADIENT}),
-    "fp4 not packed": ("nvfp4", {"a": fp8(M, K // 2)}),
-    "no scale": ("block", {"a_scale": None}),
-    "fewer rows than scales": ("block", {"a": fp8(M - 8, K)}),
-    "rows no multiple of 8": ("block", {"a": fp8(M - 4, K), "a_scale": f32(3, M - 4)}),
-    "columns no multiple of 16": ("block", {"b": fp8(N - 8, K)}),
-    "scales the other way round": ("block", {"a_scale": f32(M, 3)}),
-    "tiled scales unpadded": ("block", {"b_scale": f32(2, 3)}),
-    "scales off the 16-byte grid": ("block", {"a_scale": Tensor(f32(4, M).ptr + 4, (3, M), D.float32, CPU, None)}),
-    "mxfp8 scales of fewer rows": ("mxfp8", {"b_scale": u8(128, 12)}),
-    "mxfp8 rows no multiple of 32": ("mxfp8", {"a": fp8(M - 16, K)}),
-    "no amax": ("nvfp4", {"b_amax": None}),
-    "an amax a row": ("nvfp4", {"a_format": Format(D.float4_e2m1, "nvfp4", row_scaled=True)}),
-    "block not along K": ("block", {"b": fp8(K, N), "trans_b": False}),
-    "a_sum": ("block", {"a_sum": f32(M)}),
-}
-
-
-def test_wrong_arguments(spy):
-    for scaling, changed in WRONG.values():
-        with pytest.raises(ArgumentError, match=r"gemm.*got .*Allowed: .*To do: "):
-            call(spy, scaling, **changed)
-        assert spy.backend.ran is None
-
-
-def test_a_cached_plan_does_not_let_wrong_scales_in(spy):
-    """The second call finds the first one's plan only if its scales and formats are the same."""
-    spy.plans = PlanCache()
-    same = {"a": spy.empty((M, K), D.float8_e4m3), "b": spy.empty((N, K), D.float8_e4m3), "out": f32(M, N)}
-    call(spy, "block", **same)  # the same memory in every call: how it is aligned is part of a key
-    for changed in ({"a_scale": f32(M, 3)}, {"b_format": PIECES}, {"a_format": None, "b_format": None}):
-        with pytest.raises(ArgumentError):
-            call(spy, "block", **same, **changed)
-
-
-def test_the_cpu_refuses_what_it_would_get_wrong():
-    with pytest.raises(UnsupportedError, match="dequantize"):
-        call(Runtime.cpu(), "block")
-
-
 # ---------------------------------------------------------------------------------------------- descriptors, anywhere
 
 
@@ -481,11 +396,7 @@ def test_alpha_kernel():
 # ---------------------------------------------------------------------------------------------- float32 into 16 bits
 
 
-@covering_lists(
-    pytest.mark.parametrize("size", [(64, 48, 32), (7, 13, 5), (33, 65, 129)], ids=str),
-    pytest.mark.parametrize("trans", [False, True]),
-    pytest.mark.parametrize("out", [D.bfloat16, D.float16], ids=str),
-)
+@covering(size=[(64, 48, 32), (7, 13, 5), (33, 65, 129)], trans=[False, True], out=[D.bfloat16, D.float16])
 def test_float32_operands_round_once(rt, size, trans, out):
     """The product is float32's own, rounded at the store."""
     (a, av), (b, bv) = operands(rt, size, D.float32, trans, trans)
@@ -499,11 +410,5 @@ def test_float32_operands_round_once(rt, size, trans, out):
 
 @pytest.mark.parametrize("out", [D.bfloat16, D.float16], ids=str)
 def test_float32_operands_with_everything(rt, out):
-    (a, av), (b, bv) = operands(rt, (40, 24, 72), D.float32, trans_a=True)
-    bias, biasv = values(rt, (24,), D.bfloat16, 3)
-    target, old = values(rt, (40, 24), out, 5, 3.0)
-    sums = rt.empty((40,), D.float32)
-    gemm(rt, a, b, trans_a=True, bias=bias, epilogue="gelu", out=target, accumulate=True, a_sum=sums)
-    want = reference.gemm(av, bv, trans_a=True, bias=biasv, epilogue="gelu")
-    check(rt, target, want.out + old, BOUND[out])
-    check(rt, sums, want.a_sum, DB["fp32"])
+    more = {"epilogue": "gelu", "a_sum": D.float32, "old": True, "bound": BOUND[out] + 3}
+    multiply(rt, (40, 24, 72), D.float32, out, trans=(True, False), bias=D.bfloat16, **more)

@@ -22,8 +22,8 @@ from te_core.recipe import (
     resolve,
     the_one,
 )
-from tests.core.covering_lists import covering_lists
 from tests.core.inputs import placed, values
+from tests.covering import covering
 
 gemm_grouped = import_module("te_core.ops.gemm_grouped")  # the package's own name is the function
 K, N = 128, 256
@@ -69,12 +69,7 @@ def equal(rt, ours, theirs, what):
         np.testing.assert_array_equal(rt.numpy(ours).view(np.uint16), rt.numpy(theirs).view(np.uint16), err_msg=what)
 
 
-@covering_lists(
-    pytest.mark.parametrize("name", PRECISIONS),
-    pytest.mark.parametrize(
-        "needs", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
-    ),
-)
+@covering(name=PRECISIONS, needs=[(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
 def test_equals_linears(rt, name, needs):
     x, dy, weights, biases = operands(rt)
     specs = [spec_of(recipe, needs) for recipe in PRECISIONS[name]]

@@ -15,8 +15,8 @@ from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
-from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned
+from tests.covering import covering
 
 #: Nothing, one, tails of 8 and of a block's 16384 elements, several blocks.
 SIZES = (0, 1, 7, 8, 1000, 16384, 16391, 40000)
@@ -118,12 +118,7 @@ def check(rt: Runtime, world: World, t: AdamTensors, rule: dict[str, Any]) -> No
         assert close(rt.numpy(t.param).astype(np.float64), value, param)
 
 
-@covering_lists(
-    pytest.mark.parametrize("sort", SORTS, ids=str),
-    pytest.mark.parametrize("grad", DTYPES),
-    pytest.mark.parametrize("decoupled", [True, False]),
-    pytest.mark.parametrize("offset", [0, 1]),
-)
+@covering(sort=SORTS, grad=DTYPES, decoupled=[True, False], offset=[0, 1])
 def test_adam(rt: Runtime, sort: Any, grad: str, decoupled: bool, offset: int) -> None:
     """Every element of tensors of all sizes, aligned or not, against float64; the last one is as the first."""
     worlds = [World(sort, size, grad) for size in (*SIZES, 8)]
@@ -215,14 +210,12 @@ def test_cuda_equals_cpu(sort: Any) -> None:
     assert found[0] == found[1]
 
 
-@covering_lists(
-    pytest.mark.parametrize("form", ["tensor", "block"]),
-    pytest.mark.parametrize("fp8", ["float8_e4m3", "float8_e5m2"]),
-    pytest.mark.parametrize("copies", [(True, False), (True, True), (False, True)], ids=str),
-    pytest.mark.parametrize(
-        "kinds", [("bfloat16", "float32", "float32"), ("float32", "bfloat16", "bfloat16")], ids=str
-    ),
-    pytest.mark.parametrize("offset", [0, 1]),
+@covering(
+    form=["tensor", "block"],
+    fp8=["float8_e4m3", "float8_e5m2"],
+    copies=[(True, False), (True, True), (False, True)],
+    kinds=[("bfloat16", "float32", "float32"), ("float32", "bfloat16", "bfloat16")],
+    offset=[0, 1],
 )
 def test_quantized_in_the_same_pass(rt: Runtime, form: str, fp8: str, copies: Any, kinds: Any, offset: int) -> None:
     """Bit for bit a step, then a cast: tiles with tails, of matrices of several widths."""
@@ -263,25 +256,17 @@ def test_quantized_in_the_same_pass(rt: Runtime, form: str, fp8: str, copies: An
     assert [rt.numpy(x).tobytes() for x in (ours[0].master, outs[0][0].rowwise or outs[0][0].columnwise)] == before
 
 
-def test_what_is_not_quantized_in_a_pass(rt: Runtime) -> None:
-    t = World((None, "float32", "float32", "float32"), 64, "bfloat16").tensors(rt)
-    parts = [x.reshape(8, 8) for x in (t.grad, t.m, t.v, t.master)]
-    current = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False)
-    with pytest.raises(ArgumentError, match="a given scale or tiles"):
-        ops.adam_quantized(rt, [AdamQuantized(*parts, allocate(rt, (8, 8), current), current)], AdamRule(**RULE))
-
-
 # ------------------------------------------------------------------------------------------------------- SGD
 
 
-@covering_lists(
-    pytest.mark.parametrize("grad", DTYPES),
-    pytest.mark.parametrize("param", DTYPES),
-    pytest.mark.parametrize("buffer", [None, "float32", "bfloat16"]),
-    pytest.mark.parametrize("copy", [None, "float16"]),
-    pytest.mark.parametrize("nesterov", [True, False]),
-    pytest.mark.parametrize("decay_last", [True, False]),
-    pytest.mark.parametrize("first_run", [True, False]),
+@covering(
+    grad=DTYPES,
+    param=DTYPES,
+    buffer=[None, "float32", "bfloat16"],
+    copy=[None, "float16"],
+    nesterov=[True, False],
+    decay_last=[True, False],
+    first_run=[True, False],
 )
 def test_sgd(
     rt: Runtime, grad: str, param: str, buffer: Any, copy: Any, nesterov: bool, decay_last: bool, first_run: bool
@@ -309,7 +294,7 @@ def test_sgd(
 # --------------------------------------------------------------------------------------------- scaling and norms
 
 
-@covering_lists(pytest.mark.parametrize("source", DTYPES), pytest.mark.parametrize("out", DTYPES))
+@covering(source=DTYPES, out=DTYPES)
 def test_scale_many(rt: Runtime, source: str, out: str) -> None:
     rng = np.random.default_rng(4)
     arrays = [rng.standard_normal(size).astype(numpy_dtype(source)) for size in SIZES]
@@ -349,31 +334,3 @@ def test_norm_many(rt: Runtime) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ mistakes
-
-
-def test_arguments(rt: Runtime) -> None:
-    t = World(SORTS[3], 64, "bfloat16").tensors(rt)
-    rule = AdamRule(**RULE)
-    short = placed(rt, np.zeros(63, np.float32))
-    for wrong, match in (
-        (t._replace(m=short), "64 elements"),
-        (t._replace(v=rt.tensor(np.zeros(64, np.int32))), "spec.v=int32"),
-        (t._replace(master=rt.tensor(np.zeros(64, np.int8))), "spec.master=int8"),
-        (t._replace(param=None, master=None), "at least one of param and master"),
-        (t._replace(param=t.m, master=rt.tensor(np.zeros(64, np.int16))), "high half"),
-        (t._replace(m=rt.tensor(np.zeros(64, np.float16)), scales=None), "scales"),
-    ):
-        with pytest.raises(ArgumentError, match=match):
-            ops.adam(rt, [wrong], rule)
-    with pytest.raises(ArgumentError, match="one sort"):
-        ops.adam(rt, [t, World(SORTS[1], 64, "bfloat16").tensors(rt)], rule)
-    with pytest.raises(ArgumentError, match="one sort"):
-        ops.adam(rt, [t, t._replace(v=rt.tensor(np.zeros(64, numpy_dtype("bfloat16"))))], rule)
-    with pytest.raises(ArgumentError, match="step=0"):
-        ops.adam(rt, [t], AdamRule(**{**RULE, "step": 0}))
-    with pytest.raises(ArgumentError, match="lr"):
-        ops.adam(rt, [t], AdamRule(**{**RULE, "lr": on_device(rt, 1, np.float64)}))
-    with pytest.raises(ArgumentError, match="an out for each"):
-        ops.scale_many(rt, [t.m], [], 1.0)
-    with pytest.raises(ArgumentError, match="dtype of grad"):
-        ops.sgd(rt, [SgdTensors(rt.tensor(np.zeros(4, np.int32)), rt.tensor(np.zeros(4, np.int32)))], SgdRule(0.1))

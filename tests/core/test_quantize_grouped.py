@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from te_core import dtypes, ops
-from te_core.errors import ArgumentError
 from te_core.ops.quantize_grouped import ALIGNMENT, bounds_of, groups_in
 from te_core.quantize.state import element
 from te_core.quantized import Cast, Format
 from tests.backends import cuda_runtime, requires_cuda
-from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned, values
+from tests.covering import covering
 
 FORMATS = {
     "delayed": Format(dtypes.float8_e4m3),
@@ -26,9 +25,6 @@ ORIENTATIONS = [(True, True), (True, False), (False, True)]
 #: None but one, empty ones first, last and side by side, one row, none that is whole tiles, whole tiles.
 SPLITS = [[0, 0, 5], [37, 0, 1, 128, 0, 0], [129, 16, 257, 33], [256, 128]]
 WIDTH = 80
-
-on_formats = pytest.mark.parametrize("name", FORMATS)
-on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def make_casts(rt, name, count, orientation=(True, True), seed=0):
@@ -64,122 +60,77 @@ def same(rt, ours, alone):
         np.testing.assert_array_equal(a[part], b[part], err_msg=part)
 
 
-def compare(rt, name, dtype, splits, orientation, *, sums=False, offset=0, special=False):
+def compare(rt, name, dtype, splits, orientation=(True, True), *, sums=False, offset=0, special=False, maxima=None):
     rt = poisoned(rt)
-    x = values((sum(splits), WIDTH), dtype, len(splits), special=special)
-    held = placed(rt, x, offset)
+    held = placed(rt, values((sum(splits), WIDTH), dtype, len(splits), special=special), offset)
     sum_dtype = dtypes.dtype(numpy_dtype(dtype))
-    totals = [[rt.empty((WIDTH,), sum_dtype) for _ in splits] if sums else None for _ in range(2)]
+    totals = [[rt.empty((WIDTH,), sum_dtype) for _ in splits] if sums else [None] * len(splits) for _ in range(2)]
     ours, theirs = (make_casts(rt, name, len(splits), orientation) for _ in range(2))
-    groups = ops.quantize_grouped(rt, held, splits, ours, totals[0])
+    if maxima is not None:
+        agreed = rt.tensor(np.array(maxima, np.float32))
+        ours = theirs = [cast.scaled_by(element(agreed, i)) for i, cast in enumerate(ours)]
+    groups = ops.quantize_grouped(rt, held, splits, ours, totals[0] if sums else None)
     for i, (start, stop) in enumerate(bounds_of(splits)):
-        total = totals[1][i] if sums else None
-        alone = ops.quantize(rt, held.rows(start, stop), theirs[i], column_sum=total)
-        same(rt, groups[i], alone)
-        if sums:
-            np.testing.assert_array_equal(rt.numpy(totals[0][i]).view(np.uint8), rt.numpy(total).view(np.uint8))
-        if name == "delayed":
-            np.testing.assert_array_equal(rt.numpy(ours[i].amax), rt.numpy(theirs[i].amax))
-    again = groups_in(groups[0].block, splits, WIDTH, FORMATS[name], orientation[1])
+        same(rt, groups[i], ops.quantize(rt, held.rows(start, stop), theirs[i], column_sum=totals[1][i]))
+        for mine, other in ((totals[0][i], totals[1][i]), (ours[i].amax, theirs[i].amax)):
+            assert mine is other is None or rt.numpy(mine).tobytes() == rt.numpy(other).tobytes()
+    again, front = groups_in(groups[0].block, splits, WIDTH, FORMATS[name], orientation[1]), groups[0].block.ptr
     for group, found in zip(groups, again, strict=True):
-        held = pieces(rt, group)
-        for part, data in pieces(rt, found).items():
-            np.testing.assert_array_equal(data, held[part])
-        assert (found.columnwise if orientation[1] else found.rowwise).ptr % ALIGNMENT == groups[
-            0
-        ].block.ptr % ALIGNMENT
+        data, there = pieces(rt, group), pieces(rt, found)
+        assert all(np.array_equal(data[part], there[part]) for part in there)
+        assert (found.columnwise if orientation[1] else found.rowwise).ptr % ALIGNMENT == front % ALIGNMENT
 
 
-@covering_lists(on_formats, on_dtypes)
+@covering(name=FORMATS, dtype=DTYPES)
 def test_groups(rt, name, dtype):
+    """Also of more rows than a block of threads takes, and at an address that holds no vector."""
     for i, splits in enumerate(SPLITS):
         compare(rt, name, dtype, splits, ORIENTATIONS[i % 3], sums=i % 2 == 0, special=i == 2 and name != "nvfp4")
+    compare(rt, name, "bfloat16", [1000, 0, 700], sums=True)
+    if name in ("delayed", "current", "block"):
+        compare(rt, name, "bfloat16", [33, 7], sums=True, offset=1)
 
 
-@on_formats
-def test_column_sums_of_many_rows(rt, name):
-    """More rows than one block of threads takes."""
-    compare(rt, name, "bfloat16", [1000, 0, 700], (True, True), sums=True)
+@covering(count=[49, 130, 400], name=["delayed", "current", "block", "tiles"])
+def test_more_than_a_table_holds(rt, count, name):
+    compare(rt, name, "bfloat16", [(7 * i) % 5 for i in range(count)], sums=True)
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "block"])
-def test_off_the_grid(rt, name):
-    """An address that holds no vector."""
-    compare(rt, name, "bfloat16", [33, 7], (True, True), sums=True, offset=1)
-
-
-@covering_lists(
-    pytest.mark.parametrize("count", [49, 130, 400]),
-    pytest.mark.parametrize("name", ["delayed", "current", "block", "tiles"]),
-)
-def test_more_than_a_table_holds(rt, name, count):
-    splits = [(7 * i) % 5 for i in range(count)]
-    compare(rt, name, "bfloat16", splits, (True, True), sums=True)
-
-
-@covering_lists(on_formats, on_dtypes)
-def test_many(rt, name, dtype):
-    """Separate matrices, each with storage of its own."""
-    rt = poisoned(rt)
-    tensors = [placed(rt, values((m, WIDTH), dtype, m)) for m in (48, 129, 0, 16)]
-    casts = [make_casts(rt, name, len(tensors)) for _ in range(2)]
-    made = ops.quantize_many(rt, tensors, casts[0])
-    for ours, t, cast in zip(made, tensors, casts[1], strict=True):
-        same(rt, ours, ops.quantize(rt, t, cast))
-    assert len({q.block.ptr for q in made}) == len(made)
-
-
-@covering_lists(on_formats, on_dtypes)
-def test_many_into_storage(rt, name, dtype):
-    """Where it was before, whatever was there, and what was swizzled of it is made again."""
-    rt = poisoned(rt)
-    shapes = (48, 129, 0, 16)
-    outs = ops.quantize_many(rt, [rt.zeros((m, WIDTH), dtypes.bfloat16) for m in shapes], make_casts(rt, name, 4))
-    places = [q.block.ptr for q in outs]
-    for out in outs:
-        out.rowwise_swizzled = out.rowwise_scale
-    tensors = [placed(rt, values((m, WIDTH), dtype, m)) for m in shapes]
-    ours, theirs = (make_casts(rt, name, 4, seed=1) for _ in range(2))
-    assert ops.quantize_many(rt, tensors, ours, outs=outs) is outs and places == [q.block.ptr for q in outs]
-    for out, t, cast in zip(outs, tensors, theirs, strict=True):
-        same(rt, out, ops.quantize(rt, t, cast))
-        assert out.rowwise_swizzled is None
-    with pytest.raises(ArgumentError, match="one for each"):
-        ops.quantize_many(rt, tensors, ours, outs=outs[1:])
-
-
-@covering_lists(pytest.mark.parametrize("sums", [False, True]), on_dtypes)
-def test_given_maxima(rt, dtype, sums):
+@covering(sums=[False, True], dtype=DTYPES)
+def test_given_maxima(rt, sums, dtype):
     """In the place of each matrix's own: what ranks agreed on."""
-    x = values((200, WIDTH), dtype, 3)
-    held, splits = placed(rt, x), [72, 0, 128]
-    maxima = rt.tensor(np.array([3.0, 0.5, 70.0], np.float32))
-    one = make_casts(rt, "current", 1)[0]
-    casts = [one.scaled_by(element(maxima, i)) for i in range(3)]
-    totals = [rt.empty((WIDTH,), dtypes.dtype(numpy_dtype(dtype))) for _ in splits] if sums else None
-    groups = ops.quantize_grouped(rt, held, splits, casts, totals)
-    for i, (start, stop) in enumerate(bounds_of(splits)):
-        alone = rt.empty((WIDTH,), dtypes.dtype(numpy_dtype(dtype))) if sums else None
-        same(rt, groups[i], ops.quantize(rt, held.rows(start, stop), casts[i], column_sum=alone))
-        if sums:
-            np.testing.assert_array_equal(rt.numpy(totals[i]), rt.numpy(alone))
-    with pytest.raises(ArgumentError, match="tensors only"):
-        ops.quantize_grouped(rt, held, splits, [one, *casts[1:]])
+    compare(rt, "current", dtype, [72, 0, 128], sums=sums, maxima=[3.0, 0.5, 70.0])
 
 
-@covering_lists(pytest.mark.parametrize("sizes", [(1,), (7, 0, 300), (5, 70000, 1 << 20, 0)]), on_dtypes)
-def test_maxima_of_many(rt, dtype, sizes):
+@covering(name=FORMATS, dtype=DTYPES)
+def test_many(rt, name, dtype):
+    """Separate matrices, each with storage of its own; and into that, whatever was there: what was swizzled of it is
+    made again.
+    """
+    rt, shapes, outs, places = poisoned(rt), (48, 129, 0, 16), None, []
+    for seed in (0, 1):
+        tensors = [placed(rt, values((m, WIDTH), dtype, m + seed)) for m in shapes]
+        ours, theirs = (make_casts(rt, name, 4, seed=seed) for _ in range(2))
+        made = ops.quantize_many(rt, tensors, ours, outs=outs)
+        assert outs is None or (made is outs and places == [q.block.ptr for q in made])
+        for q, t, cast in zip(made, tensors, theirs, strict=True):
+            same(rt, q, ops.quantize(rt, t, cast))
+            assert q.rowwise_swizzled is None
+            q.rowwise_swizzled = q.rowwise_scale
+        outs, places = made, [q.block.ptr for q in made]
+        assert len({*places}) == len(made)
+
+
+@covering(sizes=[(1,), (7, 0, 300), (5, 70000, 1 << 20, 0)], dtype=DTYPES)
+def test_maxima_of_many(rt, sizes, dtype):
     """As of each alone; where one is large the small ones leave most of their blocks idle."""
     rt = poisoned(rt)
     tensors = [placed(rt, values((n,), dtype, i, special=True), i % 2) for i, n in enumerate(sizes)]
-    made = ops.amax_many(rt, tensors)
-    assert made.shape == (len(sizes),)
-    np.testing.assert_array_equal(rt.numpy(made), [rt.numpy(ops.amax(rt, t))[0] for t in tensors])
-    room = rt.zeros((len(sizes),), dtypes.float32)
+    room, alone = rt.zeros((len(sizes),), dtypes.float32), [rt.numpy(ops.amax(rt, t))[0] for t in tensors]
     assert ops.amax_many(rt, tensors, out=room) is room
-    np.testing.assert_array_equal(rt.numpy(room), rt.numpy(made))
-    with pytest.raises(ArgumentError, match="one type"):
-        ops.amax_many(rt, [*tensors, rt.zeros((1,), dtypes.float8_e4m3)])
+    for made in (ops.amax_many(rt, tensors), room):
+        assert made.shape == (len(sizes),)
+        np.testing.assert_array_equal(rt.numpy(made), alone)
 
 
 def test_one_block(rt):
@@ -196,28 +147,6 @@ def test_nothing(rt):
     assert ops.quantize_grouped(rt, rt.zeros((0, 16), dtypes.float32), [], []) == []
     assert ops.quantize_many(rt, [], []) == []
     assert ops.amax_many(rt, []).shape == (0,)
-
-
-def test_refusals(rt):
-    x = rt.zeros((8, 16), dtypes.float32)
-    cast = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False)
-    other = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=True)
-    finer = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False, epsilon=1.0)
-    for splits, casts, what in (
-        ([4, 5], [cast, cast], "add up"),
-        ([9, -1], [cast, cast], "add up"),
-        ([4, 4], [cast], "one cast"),
-        ([4, 4], [cast, other], "tensors only"),
-        ([4, 4], [cast, finer], "tensors only"),
-    ):
-        with pytest.raises(ArgumentError, match=what):
-            ops.quantize_grouped(rt, x, splits, casts)
-    with pytest.raises(ArgumentError, match="one width"):
-        ops.quantize_many(rt, [x, rt.zeros((8, 32), dtypes.float32)], [cast, cast])
-    with pytest.raises(ArgumentError, match="column_sum"):
-        ops.quantize_grouped(
-            rt, x, [4, 4], [cast, cast], [rt.zeros((16,), dtypes.float32), rt.zeros((8,), dtypes.float32)]
-        )
 
 
 def test_plans_do_not_know_the_rows(rt):

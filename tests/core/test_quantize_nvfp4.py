@@ -1,4 +1,4 @@
-"""NVFP4 and back: bytes, scales, amax and padding against the formulas; what its options promise."""
+"""What NVFP4 and its options promise; its formulas are rows (tests/core/operation_cast_rows.py)."""
 
 from __future__ import annotations
 
@@ -6,122 +6,18 @@ from itertools import product
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 from te_core import dtypes, ops
-from te_core.errors import ArgumentError
-from te_core.quantized import Cast, Format
-from te_core.runtime import Runtime
-from tests.backends import cuda_runtime, requires_cuda
-from tests.core.covering_lists import covering_lists
-from tests.core.inputs import DTYPES, codes, numpy_dtype, placed, poisoned, values
+from tests.core.inputs import codes, placed, values
+from tests.core.operation_cast_rows import NVFP4, Rule
 from tests.reference import quantize_nvfp4 as ref
 
-SHAPES = [(1, 1), (3, 5), (16, 16), (17, 33), (0, 32), (48, 0), (64, 8), (31, 72), (130, 40), (40, 130)]
-ORIENTATIONS = [(True, True), (True, False), (False, True)]
-SITE = 0x7FFFFFFE
-COLUMNWISE_SITE = 0x40000000
 
-#: Every combination that is allowed: (tiled, transform, stochastic, row_scaled, four_over_six).
-OPTIONS = [
-    *((tiled, transform, stochastic, False, None) for tiled, transform, stochastic in product((False, True), repeat=3)),
-    *((tiled, False, False, False, mode) for tiled in (False, True) for mode in ("MAE", "MSE")),
-    *((False, False, False, True, mode) for mode in (None, "MAE", "MSE")),
-]
+def make_cast(rt, options=NVFP4[0], orientation=(True, True), *, bound=448, **draws):
+    return Rule("nvfp4", orientation=orientation, options=options, bound=bound).cast(rt, **draws)
 
 
-def make_cast(rt, options=OPTIONS[0], orientation=(True, True), *, bound=448, rng=(7, 9), site=SITE):
-    tiled, transform, stochastic, row_scaled, four_over_six = options
-    form = Format(dtypes.float4_e2m1, "nvfp4", tiled, row_scaled, bound)
-    state = rt.tensor(np.array(rng, np.uint64).view(np.int64)) if stochastic else None
-    return Cast(
-        form,
-        rowwise=orientation[0],
-        columnwise=orientation[1],
-        transform=transform,
-        stochastic=stochastic,
-        rng=state,
-        site=site,
-        four_over_six=four_over_six,
-    )
-
-
-def expected(x, options, *, bound=448, rng=(7, 9), site=SITE):
-    """Both copies from the formulas."""
-    tiled, transform, stochastic, row_scaled, mode = options
-    copies = []
-    for columns in (False, True):
-        lines = x.T if columns else x
-        if columns and transform:
-            lines = ref.transform(x)
-        random = None
-        if stochastic:
-            shape = ref.ceil_to(lines.shape[0], 16), ref.ceil_to(lines.shape[1], 16)
-            random = ref.random_bytes(*shape, *rng, site ^ COLUMNWISE_SITE if columns else site)
-        copies.append(
-            ref.quantize(
-                lines, bound, tiled=tiled, row_scaled=row_scaled, four_over_six=mode, random=random, columns=columns
-            )
-        )
-    return copies
-
-
-def check_storage(rt, q, copies, message=""):
-    """Data, scales with their padding, and amax of the copies that q holds, bit for bit."""
-    held = [(q.rowwise, q.rowwise_scale, q.rowwise_amax), (q.columnwise, q.columnwise_scale, q.columnwise_amax)]
-    for (data, scale, amax), copy in zip(held, copies, strict=True):
-        if data is None:
-            continue
-        if amax is None:  # for each of no lines
-            assert copy.amax.size == 0
-        else:
-            np.testing.assert_array_equal(rt.numpy(amax), copy.amax, err_msg=message)
-        np.testing.assert_array_equal(codes(rt, scale), copy.scale, err_msg=message)
-        np.testing.assert_array_equal(codes(rt, data), copy.data, err_msg=message)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_against_the_formulas(rt, options):
-    rt = poisoned(rt)
-    for i, shape in enumerate(SHAPES):
-        x = values(shape, DTYPES[i % 3], i, special=i % 4 == 3)
-        bound, offset = (448, 256)[i % 2], i % 3 % 2
-        with np.errstate(all="ignore"):
-            copies = expected(x, options, bound=bound)
-        orientation = ORIENTATIONS[i % 3]
-        q = ops.quantize(rt, placed(rt, x, offset), make_cast(rt, options, orientation, bound=bound))
-        assert (q.rowwise is not None, q.columnwise is not None) == orientation
-        check_storage(rt, q, copies, f"{shape} {x.dtype} {orientation}")
-
-
-@covering_lists(
-    pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[10]], ids=str),
-    pytest.mark.parametrize("dtype", DTYPES),
-)
-def test_every_dtype_and_extremes(rt, dtype, options):
-    """NaN, infinities, zeros, the largest and the smallest numbers, in blocks of their own and mixed."""
-    info = ml_dtypes.finfo(numpy_dtype(dtype))
-    top, tiny = float(info.max), float(info.smallest_subnormal)
-    rng = np.random.default_rng(1)
-    base = rng.standard_normal((48, 48))
-    kinds = {
-        "zeros": np.zeros((48, 48)),
-        "negative zeros": np.full((48, 48), -0.0),
-        "nan": np.full((48, 48), np.nan),
-        "a nan": np.where(rng.random((48, 48)) < 0.02, np.nan, base),
-        "huge": np.clip(base * top, -top, top),
-        "tiny": np.rint(base * 4) * tiny,
-        "an infinity": np.where(rng.random((48, 48)) < 0.01, -np.inf, base),
-        "wide": base * 2.0 ** rng.integers(-14, 10, (48, 48)),
-    }
-    for name, x in kinds.items():
-        x = x.astype(numpy_dtype(dtype))
-        with np.errstate(all="ignore"):
-            copies = expected(x, options)
-        check_storage(rt, ops.quantize(rt, placed(rt, x), make_cast(rt, options)), copies, name)
-
-
-def one_piece(rt, numbers, options=OPTIONS[0], **more):
+def one_piece(rt, numbers, options=NVFP4[0], **more):
     """The codes of one block of sixteen whose scales are exactly one: amax 2688, and 6 in the block."""
     x = np.zeros((1, 32), np.float32)
     x[0, : len(numbers)], x[0, 15], x[0, 31] = numbers, 6, 2688
@@ -177,24 +73,6 @@ def test_a_tile_has_one_scale_and_an_exact_transpose(rt):
         np.testing.assert_array_equal(codes(rt, q.columnwise_scale)[: 16 * k : 16, :m].T, scale[:, 0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dequantize(rt, dtype):
-    """The formula, from both copies; the columnwise one with its padding."""
-    rt = poisoned(rt)
-    for i, shape in enumerate(SHAPES):
-        x = values(shape, "float32", i, special=i % 4 == 3)
-        for options in (OPTIONS[0], OPTIONS[4], OPTIONS[12]):
-            bound = (448, 256)[i % 2]
-            q = ops.quantize(rt, placed(rt, x), make_cast(rt, options, bound=bound))
-            with np.errstate(all="ignore"):
-                row, column = (ref.dequantize(c, bound, options[3]) for c in expected(x, options, bound=bound))
-                row = row[: shape[0], : shape[1]].astype(numpy_dtype(dtype))
-                column = column[: shape[1]].T.astype(numpy_dtype(dtype))
-            for copy, want in ((False, row), (True, column)):
-                got = rt.numpy(ops.dequantize(rt, q, dtypes.dtype(dtype), columnwise=copy))
-                np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
-
-
 def snr(got, exact):
     """In dB."""
     got, exact = got.astype(np.float64), exact.astype(np.float64)
@@ -205,10 +83,10 @@ def test_error(rt):
     """Of normal numbers; the variants in the order that their means promise."""
     x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
     result = {}
-    for options in OPTIONS:
+    for options in NVFP4:
         q = ops.quantize(rt, placed(rt, x), make_cast(rt, options, (True, False)))
         result[options] = snr(rt.numpy(ops.dequantize(rt, q, dtypes.float32)), x)
-    plain = result[OPTIONS[0]]
+    plain = result[NVFP4[0]]
     assert plain > 20
     assert result[(True, False, False, False, None)] > 18
     assert result[(False, False, False, True, None)] > 20
@@ -294,56 +172,3 @@ def test_stochastic_draws(rt):
     tiled = ops.quantize(rt, placed(rt, x), make_cast(rt, (True, False, True, False, None)))
     row, column = (ref.Stored(codes(rt, d), None, None).codes() for d in (tiled.rowwise, tiled.columnwise))
     assert (row != column.T).mean() > 0.05
-
-
-def test_scale_invariance(rt):
-    """A power of two in the input changes the amax and nothing else."""
-    x = values((48, 80), "float32", 2)
-    for options in OPTIONS:
-        one, other = (ops.quantize(rt, placed(rt, (x * f).astype(np.float32)), make_cast(rt, options)) for f in (1, 64))
-        for name in ("rowwise", "columnwise", "rowwise_scale", "columnwise_scale"):
-            np.testing.assert_array_equal(codes(rt, getattr(one, name)), codes(rt, getattr(other, name)))
-        np.testing.assert_array_equal(rt.numpy(one.rowwise_amax) * 64, rt.numpy(other.rowwise_amax))
-
-
-def test_rows_with_their_own_amax_are_independent(rt):
-    x = values((32, 48), "float32", 5)
-    options = (False, False, False, True, None)
-    y = x.copy()
-    y[7] *= 1e6
-    one, other = (ops.quantize(rt, placed(rt, v), make_cast(rt, options, (True, False))) for v in (x, y))
-    keep = np.arange(32) != 7
-    for name in ("rowwise", "rowwise_scale"):
-        a, b = (codes(rt, getattr(q, name))[:32] for q in (one, other))
-        np.testing.assert_array_equal(a[keep], b[keep])
-
-
-def test_refusals(rt):
-    """Options that exclude each other."""
-    x = placed(rt, np.ones((16, 16), np.float32))
-    for options in product((False, True), (False, True), (False, True), (False, True), (None, "MAE")):
-        if options in OPTIONS:
-            continue
-        with pytest.raises(ArgumentError):
-            ops.quantize(rt, x, make_cast(rt, options))
-    for wrong in (make_cast(rt, (False, False, False, False, "MAX")), make_cast(rt, bound=240)):
-        with pytest.raises(ArgumentError):
-            ops.quantize(rt, x, wrong)
-
-
-@requires_cuda
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_cuda_equals_cpu(options):
-    """At sizes of many blocks, aligned and not, with specials."""
-    cpu, cuda = Runtime.cpu(), poisoned(cuda_runtime())
-    for i, shape in enumerate([(512, 768), (1000, 1003), (77, 2048), (3000, 64)]):
-        x = values(shape, DTYPES[i % 3], i, special=i % 2 == 1)
-        results = []
-        for rt, offset in ((cpu, 0), (cuda, 0), (cuda, 1)):
-            q = ops.quantize(rt, placed(rt, x, offset), make_cast(rt, options))
-            dense = [rt.numpy(ops.dequantize(rt, q, dtypes.float32, columnwise=c)) for c in (False, True)]
-            names = ("rowwise", "rowwise_scale", "rowwise_amax", "columnwise", "columnwise_scale", "columnwise_amax")
-            results.append([*(rt.numpy(getattr(q, name)) for name in names), *dense])
-        for other in results[1:]:
-            for a, b in zip(results[0], other, strict=True):
-                np.testing.assert_array_equal(a, b)

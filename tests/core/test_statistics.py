@@ -11,8 +11,8 @@ from te_core import dtypes, ops
 from te_core.errors import ArgumentError
 from te_core.ops.quantize import dequantize
 from te_core.quantized import Cast, Format
-from te_core.statistics import SLOTS, Statistics, empty, merge
-from tests.core.covering_lists import covering_lists
+from te_core.statistics import Statistics, empty, merge
+from tests.covering import covering
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 E4M3, E5M2, E2M1 = dtypes.float8_e4m3, dtypes.float8_e5m2, dtypes.float4_e2m1
@@ -36,10 +36,7 @@ def close(found, want):
     assert found == pytest.approx(want, rel=3e-6, abs=1e-12), (found, want)
 
 
-@covering_lists(
-    pytest.mark.parametrize("shape", [(1,), (7,), (33, 5), (2, 40, 64), (300, 257)]),
-    pytest.mark.parametrize("dtype", [F32, BF16, F16]),
-)
+@covering(shape=[(1,), (7,), (33, 5), (2, 40, 64), (300, 257)], dtype=[F32, BF16, F16])
 def test_of_values(rt, shape, dtype):
     x = wide_values(len(shape), *shape).astype(dtype.numpy)
     found, v = taken(rt, rt.tensor(x)), x.astype(np.float64)
@@ -83,13 +80,7 @@ def scales_of(rt, q, columnwise):
     return 2.0 ** (codes.astype(np.float64) - 127)
 
 
-@covering_lists(
-    pytest.mark.parametrize("dtype", [BF16, F32]),
-    pytest.mark.parametrize("shape", [(64, 128), (130, 272), (37, 45)]),
-    pytest.mark.parametrize("form", FORMATS, ids=str),
-    pytest.mark.parametrize("columnwise", [False, True]),
-    turns=2,
-)
+@covering(dtype=[BF16, F32], shape=[(64, 128), (130, 272), (37, 45)], form=FORMATS, columnwise=[False, True], turns=2)
 def test_of_a_quantized_copy(rt, dtype, shape, form, columnwise):
     x = rt.tensor(wide_values(7, *shape), dtype)
     scale = rt.tensor(np.array([16.0], np.float32)) if form.scaling == "tensor" else None
@@ -163,14 +154,3 @@ def test_any_beginning(rt):
         found = taken(rt, x.rows(start, 3900))
         close(found.l1_norm, np.abs(v[start:3900]).sum())
         assert found.count == 3900 - start
-
-
-def test_wrong_arguments(rt):
-    x, record = rt.tensor(np.ones((32, 64), np.float32)), rt.tensor(empty())
-    q = ops.quantize(rt, x, Cast(E4M3, rowwise=True, columnwise=False))
-    with pytest.raises(ArgumentError, match="float64"):
-        ops.statistics(rt, x, rt.tensor(np.zeros(SLOTS, np.float32)))
-    with pytest.raises(ArgumentError, match="q of x's shape"):
-        ops.statistics(rt, rt.tensor(np.ones((16, 64), np.float32)), record, q)
-    with pytest.raises(ArgumentError, match="without the copy"):
-        ops.statistics(rt, x, record, q, columnwise=True)

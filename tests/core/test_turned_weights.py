@@ -12,22 +12,11 @@ import pytest
 
 from te_core import Cast, Runtime, calls, dtypes, ops
 from te_core import functional as te
-from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import linear
-from te_core.layers.grouped_linear import GroupedSpec
 from te_core.layers.linear import LinearSpec, Needs, Sink
-from te_core.layers.parallel import Split
 from te_core.quantize.operands import transpose_of
 from te_core.quantized import Format
-from te_core.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-    resolve,
-)
+from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe, resolve
 from tests.recordings import tapes
 
 RECIPES: dict[str, Recipe | None] = {
@@ -230,43 +219,6 @@ def test_sums_of_many_rows() -> None:
         _, back = te.linear(**arrays, turned=turned, needs=("weight", "bias"))
         found.append({"bias": back(dy)["bias"]})
     assert_same(found[:1], found[1:])
-
-
-SPEC = LinearSpec(dtypes.float32, None, Needs(True, True, False))
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: replace(SPEC, precision=resolve(MXFP8BlockScaling()), turned=True), "weights quantized as mxfp8"),
-        (lambda: replace(SPEC, precision=resolve(NVFP4BlockScaling()), turned=True), "weights quantized as nvfp4"),
-        (lambda: replace(SPEC, parallel=Split("column", 2), turned=True), "spread over ranks"),
-        (lambda: replace(SPEC, inspect=frozenset(), turned=True), "an inspector"),
-        (lambda: GroupedSpec((replace(SPEC, turned=True),)), "grouped_linear: got weights [in, out]"),
-    ],
-)
-def test_what_is_refused(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        make()
-    assert said in str(caught.value) and "[out, in]" in caught.value.do
-
-
-def test_refusals_by_name() -> None:
-    x, w = np.ones((32, 64), np.float32), np.ones((32, 64), np.float32)
-    with pytest.raises(UnsupportedError, match=r"weights quantized as mxfp8.*Allowed: no recipe, or delayed, current"):
-        te.linear(x, w.T.copy(), recipe=MXFP8BlockScaling(), turned=True)
-    with pytest.raises(ArgumentError, match=r"weight = .*Allowed: \[K, N\] with K = 64"):
-        te.linear(x, w, turned=True)
-    with pytest.raises(ArgumentError, match=r"Allowed: \[N, K\] with N = 64, K = 64"):
-        te.linear(x, w.T.copy())
-    with pytest.raises(ArgumentError, match="turned=1.*True or False"):
-        te.linear(x, w.T.copy(), turned=1)
-    norm = {"layer_norm_weight": x[0], "layer_norm_bias": x[0]}
-    with pytest.raises(ArgumentError, match="fc1_weight of 32 columns and fc2_weight of 32 rows.*64 columns of fc1"):
-        te.layernorm_mlp(x, **norm, fc1_weight=w.T.copy(), fc2_weight=w, activation="swiglu", turned=True)
-    rt = Runtime.cpu()
-    with pytest.raises(ArgumentError, match="gemm: got turned='a'"):
-        ops.gemm(rt, rt.tensor(x), rt.tensor(w), trans_b=True, turned="a")
 
 
 @pytest.mark.parametrize("tiled", [False, True])
