@@ -16,8 +16,6 @@ from tests.backends import devices
 from tests.core.covering_lists import covering_lists
 from tests.debug.conftest import config
 
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
-
 HEADS, WIDTH = 2, 64
 DEPTH, TOKENS = 128, 64  # heads that cuDNN takes in FP8
 TENSORS = ["q", "k", "v", "kv", "qkv", "do"]

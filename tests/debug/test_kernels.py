@@ -14,8 +14,6 @@ from tests.backends import requires_cuda
 from tests.core.covering_lists import covering_lists
 from tests.debug.conftest import config
 
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
-
 WIDTH, ROWS = 512, 512
 GEMMS = ["fprop", "dgrad", "wgrad"]
 RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling()}

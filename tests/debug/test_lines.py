@@ -9,8 +9,6 @@ import pytest
 
 from tests.debug.conftest import config
 
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
-
 SCALARS = [("layer_weight_max", 1.25, 3), ("layer_weight_mse", 1e-7, 3), ("layer_%s_{}", float("nan"), 123456789)]
 
 

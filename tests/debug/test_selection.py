@@ -13,8 +13,6 @@ import torch
 import te_torch as te
 from tests.debug.conftest import FEATURES, config
 
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
-
 STATS: dict[str, Any] = {"stats": ["max"], "tensors": ["activation"]}
 NAMES = ("net.1.fc1", "net.1.fc2", "net.2.fc1")
 

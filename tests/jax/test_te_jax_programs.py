@@ -15,7 +15,6 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 import te_jax as te  # noqa: E402
-from jax.test_util import check_grads  # noqa: E402
 from te_jax import quantizing, record, rules  # noqa: E402
 from te_jax.state import _update  # noqa: E402
 
@@ -23,7 +22,7 @@ from te_core import UnsupportedError  # noqa: E402
 from te_core.layers.table import LAYERS  # noqa: E402
 from te_core.recipe import Float8CurrentScaling  # noqa: E402
 from te_core.tensor import cuda_device  # noqa: E402
-from tests.jax.test_te_jax import DELAYED, ON_GPU, W1, W2, B, P, X, alike, loss_of  # noqa: E402
+from tests.jax.test_te_jax import DELAYED, W1, W2, P, X, alike, loss_of  # noqa: E402
 
 BOTH = jax.value_and_grad(loss_of, argnums=(0, 1))
 
@@ -97,18 +96,3 @@ def test_a_program_has_room_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert work.on(gpus[2]).made.block == 256
     with pytest.raises(UnsupportedError, match="1024 bytes of temporaries on cuda:3, 512 where it was lowered"):
         work.on(gpus[3])
-
-
-@pytest.mark.skipif(ON_GPU, reason="hardware: products of a GPU are TF32, too coarse for differences")
-def test_gradients_are_differences() -> None:
-    x, g, w1, w2 = X[0, :4], P["g"], W1, W2
-    q = x.reshape(1, 4, 2, 16)
-    for function, given in (
-        (lambda x, w, b: te.dense(x, w, b), (x, w1[:, 0, :48], B)),
-        (lambda x, g: te.layernorm(x, g, None, "rmsnorm"), (x, g)),
-        (lambda x, w, g: te.layernorm_dense(x, w, g, None, norm_type="rmsnorm"), (x, w1[:, 0], g)),
-        (lambda x, g, a, b: te.layernorm_mlp(x, g, None, [a, b], [None, None], "rmsnorm"), (x, g, w1[:, :1], w2)),
-        (lambda x: te.activation(x, ("silu", "linear")), (x,)),
-        (lambda q, k, v: te.fused_attn((q, k, v)), (q, 2 * q, 1 - q)),
-    ):
-        check_grads(function, given, order=1, modes=["rev"], atol=0.02, rtol=0.02, eps=1e-2)

@@ -63,7 +63,8 @@ ORDER = (
 
 
 @covering(
-    name=[*ORDER, *(name for name in PRODUCTS if name not in ORDER)], kind=("delayed", "high", "current", "mxfp8")
+    name=[*ORDER, *(name for name in PRODUCTS if name not in ORDER)],
+    kind=("delayed", "high", "current", "mxfp8", "delayed e4m3", "current pow2", "mxfp8 tiled"),
 )
 def test_a_module_is_exported_as_it_computes(name: str, kind: str) -> None:
     program, args, named, wanted = traced(name, RECIPES[kind])
@@ -85,12 +86,6 @@ def test_attention_and_the_rest(name: str) -> None:
     with exporting(None):
         for value, reference in zip(listed(module(*args, **named)), wanted, strict=True):
             close(value.detach(), reference, 2e-6)
-
-
-@pytest.mark.parametrize("recipe", ["delayed e4m3", "current pow2", "mxfp8 tiled"])
-def test_options_of_recipes(recipe: str) -> None:
-    program, args, named, wanted = traced("Linear of odd sizes", RECIPES[recipe])
-    close(program.module()(*args, **named).detach(), wanted[0], 2e-6)
 
 
 @covering(kind=KINDS, dtype=[torch.float16, torch.bfloat16])

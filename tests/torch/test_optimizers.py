@@ -564,15 +564,3 @@ def test_adam_and_sgd_on_lists(device: str) -> None:
     amax, scale, inverse = (torch.tensor([v], device=device) for v in (2.0, 0.0, 0.0))
     opt.multi_tensor_compute_scale_and_scale_inv(0, flag, [[amax], [scale], [inverse]], 448.0, True, 0.0)
     assert float(scale) == 128 and float(inverse) == 1 / 128
-
-
-def test_the_documented_path() -> None:
-    import te_torch.compat
-
-    te_torch.compat.install()
-    try:
-        from transformer_engine.pytorch.optimizers import FusedAdam, multi_tensor_applier
-
-        assert FusedAdam is opt.FusedAdam and multi_tensor_applier is opt.multi_tensor_applier
-    finally:
-        te_torch.compat.uninstall()

@@ -15,14 +15,12 @@ import te_torch.tensors as T
 from te_torch.tensors import dispatch
 from tests.backends import devices
 from tests.covering import covering
-from tests.torch.test_tensors import E4M3, E5M2, MAKERS, on_devices, values
+from tests.torch.test_tensors import E4M3, E5M2, MAKERS, both, on_devices, values
 
 ALL: dict[str, Any] = {
     **MAKERS,
     "identity": lambda d: T.IdentityQuantizer(),
-    "hybrid": lambda d: T.HybridQuantizer(
-        rowwise_quantizer=T.MXFP8Quantizer(E4M3), columnwise_quantizer=T.NVFP4Quantizer()
-    ),
+    "hybrid": lambda d: both(T.MXFP8Quantizer(E4M3), T.NVFP4Quantizer()),
 }
 all_makers = pytest.mark.parametrize("name", ALL)
 
@@ -66,21 +64,12 @@ def test_streams_and_pinned_memory_reach_every_buffer(name: str, monkeypatch: py
     assert not set(pointers(pinned)) & set(pointers(t))
 
 
-def test_views_of_per_tensor_fp8_take_any_shape() -> None:
-    t = T.Float8CurrentScalingQuantizer(E4M3, "cpu")(values((32, 64)))
-    flat = t.view(-1)
-    assert type(flat) is type(t) and flat._data.data_ptr() == t._data.data_ptr() and flat._transpose is None
-    assert torch.equal(flat.dequantize(), t.dequantize().view(-1))
-    back = flat.view(32, 64)
-    back.update_usage(columnwise_usage=True)
-    assert torch.equal(back._transpose, t._transpose)
-    with pytest.raises(NotImplementedError):
-        T.MXFP8Quantizer(E4M3)(values((32, 64))).view(64, 32)
-
-
 @covering(shape=[(32, 64), (24, 40)], name=ALL)
 def test_flat_views_and_back(name: str, shape: tuple[int, int]) -> None:
     t = ALL[name]("cpu")(values(shape))
+    if name.startswith(("block", "tile", "mxfp8", "nvfp4")):
+        with pytest.raises(NotImplementedError):
+            t.view(shape[::-1])
     flat = t.view(-1)
     assert type(flat) is type(t) and flat.shape == (t.numel(),)
     assert torch.equal(flat.dequantize(), t.dequantize().view(-1))
@@ -91,28 +80,6 @@ def test_flat_views_and_back(name: str, shape: tuple[int, int]) -> None:
     assert torch.equal(t.dequantize(), ALL[name]("cpu")(values(shape, seed=3)).dequantize())
     same = pickle.loads(pickle.dumps(flat))
     assert torch.equal(same.dequantize(), flat.dequantize()) and same.shape == flat.shape
-
-
-@pytest.mark.parametrize("name", [n for n in MAKERS if n != "nvfp4_rows"])
-def test_rows_are_views_that_fill_the_whole(name: str) -> None:
-    """What FSDP2 does: split, zeros like a shard, copy into its rows, a strided view of the same."""
-    x = values((512, 64))
-    t = ALL[name]("cpu")(x)
-    whole = t.dequantize()
-    parts = torch.split(t, 128, dim=0)
-    assert all(type(p) is type(t) and p.shape == (128, 64) for p in parts)
-    assert torch.equal(torch.cat([p.dequantize() for p in parts]), whole)
-    assert torch.equal(t[128:256].dequantize(), whole[128:256]) and type(t[128:256]) is type(t)
-    chunks = torch.chunk(t, 4)
-    zeros = chunks[0].new_zeros((128, 64))
-    assert type(zeros) is type(t) and not zeros.dequantize().any()
-    zeros.copy_(ALL[name]("cpu")(x[128:256]))
-    assert torch.equal(zeros.dequantize(), ALL[name]("cpu")(x[128:256]).dequantize())
-    strided = torch.as_strided(t, (512, 64), (64, 1), 0)
-    assert type(strided) is type(t) and torch.equal(strided.dequantize(), whole)
-    with torch.no_grad():
-        t[256:384].copy_(t[0:128])
-    assert torch.equal(t.dequantize()[256:384], whole[:128]) and torch.equal(t.dequantize()[384:], whole[384:])
 
 
 @all_makers
@@ -216,17 +183,6 @@ def test_expand_as_itself_reaches_the_accumulator() -> None:
 
 
 @all_makers
-def test_data_adopts_or_quantizes(name: str) -> None:
-    p = parameter(name)
-    other = ALL[name]("cpu")(values((32, 64), seed=3))
-    p.data = other
-    assert pointers(p) == pointers(other) and isinstance(p, torch.nn.Parameter)
-    plain = values((32, 64), seed=4)
-    p.data = plain
-    assert torch.equal(p.dequantize(), ALL[name]("cpu")(plain).dequantize())
-
-
-@all_makers
 def test_modules_move_and_convert_quantized_parameters(name: str) -> None:
     module = torch.nn.Linear(64, 32, bias=False)
     module.weight = parameter(name)
@@ -297,7 +253,7 @@ def test_repr_never_raises(name: str) -> None:
 
 
 def fsdp_hybrid(device: str) -> Any:
-    return T.HybridQuantizer(rowwise_quantizer=MAKERS["tile"](device), columnwise_quantizer=T.MXFP8Quantizer(E4M3))
+    return both(MAKERS["tile"](device), T.MXFP8Quantizer(E4M3))
 
 
 @on_devices
