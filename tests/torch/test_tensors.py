@@ -67,37 +67,27 @@ def core_bytes(x: torch.Tensor, rule: Operand, **given: Any) -> dict[str, np.nda
         **given,
     )
     q = ops.quantize(rt, from_numpy(matrix), cast)
+    parts = {"data": "", "scale": "_scale", "amax": "_amax"}
     pieces = {
-        "_row_data": q.rowwise,
-        "_row_scale": q.rowwise_scale,
-        "_row_amax": q.rowwise_amax,
-        "_col_data": q.columnwise,
-        "_col_scale": q.columnwise_scale,
-        "_col_amax": q.columnwise_amax,
+        f"_{side}_{part}": getattr(q, f"{of}wise{suffix}")
+        for side, of in (("row", "row"), ("col", "column"))
+        for part, suffix in parts.items()
     }
     return {n: p.numpy().view(np.uint8).copy() for n, p in pieces.items() if p is not None}
 
 
 @on_devices
 @in_shapes
-def test_bytes_are_those_of_the_core(device: str, name: str, shape: tuple[int, ...]) -> None:
+def test_bytes_and_values_are_those_of_the_core(device: str, name: str, shape: tuple[int, ...]) -> None:
     x = values(shape, device)
     quantizer = MAKERS[name](device)
-    given = {}
-    if name == "delayed":
-        given["scale"] = from_numpy(np.array([3], np.float32))
+    given = {"scale": from_numpy(np.array([3], np.float32))} if name == "delayed" else {}
     t = quantizer(x)
     wanted = core_bytes(x, quantizer.operand, **given)
     for piece, expected in wanted.items():
         got = getattr(t, piece).cpu().numpy().view(np.uint8)
         assert np.array_equal(got.reshape(expected.shape), expected), piece
     assert t.shape == x.shape and t.dtype == x.dtype and t.device == x.device
-
-
-@on_devices
-@in_shapes
-def test_dequantize_is_the_cores(device: str, name: str, shape: tuple[int, ...]) -> None:
-    t = MAKERS[name](device)(values(shape, device))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         core = ops.dequantize(Runtime.cpu(), t.cpu().to_core(), dtypes.dtype(dtype)).numpy().astype(np.float32)
         assert np.array_equal(t.dequantize(dtype=dtype).float().cpu().numpy(), core.reshape(shape))

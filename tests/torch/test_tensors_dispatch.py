@@ -256,23 +256,27 @@ def fsdp_hybrid(device: str) -> Any:
     return both(MAKERS["tile"](device), T.MXFP8Quantizer(E4M3))
 
 
+def gathered(shards: Any, shape: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """What shards send, as two processes would hold them: concatenated, and what the first says of it."""
+    sent = [s.fsdp_pre_all_gather(None, shape, (64, 1), None, None) for s in shards]
+    return tuple(torch.cat(pair) for pair in zip(*[tensors for tensors, _ in sent], strict=True)), sent[0][1]
+
+
 @on_devices
 @pytest.mark.parametrize("name", [*ALL, "mixed"])
 def test_fsdp_hooks_gather_shards_into_the_whole(device: str, name: str) -> None:
-    """Two shards as two processes would hold them: what they send, concatenated, is the whole weight."""
     x = values((512, 64), device)
     whole = (fsdp_hybrid if name == "mixed" else ALL[name])(device)(x)
     if name in ("block", "nvfp4", "nvfp4_rows", "nvfp4_four", "hybrid"):
         with pytest.raises(NotImplementedError):
             whole.fsdp_pre_all_gather(None, x.shape, (64, 1), None, None)
         return
-    sent = [s.fsdp_pre_all_gather(None, x.shape, (64, 1), None, None) for s in torch.split(whole, 256)]
-    gathered = tuple(torch.cat(pair) for pair in zip(*[tensors for tensors, _ in sent], strict=True))
-    made, inner = whole.fsdp_post_all_gather(gathered, sent[0][1], torch.bfloat16)
+    tensors, said = gathered(torch.split(whole, 256), x.shape)
+    made, inner = whole.fsdp_post_all_gather(tensors, said, torch.bfloat16)
     assert type(made) is type(whole) and torch.equal(made.dequantize(), whole.dequantize())
     assert inner == ()  # FSDP2 frees what was gathered by itself, and would do it twice
     again = torch.empty_like(made)
-    assert whole.fsdp_post_all_gather(gathered, sent[0][1], torch.bfloat16, out=again) is None
+    assert whole.fsdp_post_all_gather(tensors, said, torch.bfloat16, out=again) is None
     assert torch.equal(again.dequantize(), whole.dequantize())
     if name == "mixed":
         made, whole = made.columnwise_sub_storage, whole.columnwise_sub_storage
@@ -287,9 +291,7 @@ def test_no_padding_comes_to_lie_between_shards(device: str, name: str, rows: in
     x = values((2 * rows, 64), device)
     x[0, 0] = x[rows, 0] = 20.0  # one amax
     whole, shards = ALL[name](device)(x), [ALL[name](device)(h) for h in torch.split(x, rows)]
-    sent = [s.fsdp_pre_all_gather(None, x.shape, (64, 1), None, None) for s in shards]
-    gathered = tuple(torch.cat(pair) for pair in zip(*[tensors for tensors, _ in sent], strict=True))
-    made, _ = whole.fsdp_post_all_gather(gathered, sent[0][1], torch.bfloat16)
+    made, _ = whole.fsdp_post_all_gather(*gathered(shards, x.shape), torch.bfloat16)
     assert torch.equal(made.dequantize(), whole.dequantize()) and made.to_core().rowwise_scale.nbytes
     assert made._rowwise_scale_inv.shape == whole._rowwise_scale_inv.shape
     if made.get_usages()["columnwise"]:
@@ -302,29 +304,20 @@ def test_fsdp_shards_of_nvfp4_with_maxima_of_their_own() -> None:
     x = values((512, 64), dtype=torch.float32)
     x[256:] *= 40
     shards = [MAKERS["nvfp4_tile"]("cpu")(h) for h in torch.split(x, 256)]
-    sent = [s.fsdp_pre_all_gather(None, x.shape, (64, 1), None, None) for s in shards]
-    gathered = tuple(torch.cat(pair) for pair in zip(*[tensors for tensors, _ in sent], strict=True))
-    made, _ = shards[0].fsdp_post_all_gather(gathered, sent[0][1], torch.float32)
+    made, _ = shards[0].fsdp_post_all_gather(*gathered(shards, x.shape), torch.float32)
     said = torch.cat([s.dequantize() for s in shards])
     assert torch.equal(made.dequantize(), MAKERS["nvfp4_tile"]("cpu")(said).dequantize())
     assert made._amax_rowwise.item() == said.abs().max().item()
 
 
+_ROWS, _COLUMNS = (tuple(f"_{side}wise_{part}" for part in ("data", "scale_inv")) for side in ("row", "column"))
 GATHERED = {
-    "delayed": ("_data",),
-    "current": ("_data",),
-    "current_pow2": ("_data",),
+    **dict.fromkeys(("delayed", "current", "current_pow2"), ("_data",)),
     "identity": ("_hp_data",),
-    "tile": ("_rowwise_data", "_rowwise_scale_inv"),
-    "mxfp8": ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
-    "mxfp8_tile": ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
-    "nvfp4_tile": ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
-    "mixed": (
-        "_rowwise_storage._rowwise_data",
-        "_rowwise_storage._rowwise_scale_inv",
-        "_columnwise_storage._columnwise_data",
-        "_columnwise_storage._columnwise_scale_inv",
-    ),
+    "tile": _ROWS,
+    **dict.fromkeys(("mxfp8", "mxfp8_tile"), _ROWS + _COLUMNS),
+    "nvfp4_tile": (*_ROWS, "_amax_rowwise"),
+    "mixed": (*(f"_rowwise_storage.{n}" for n in _ROWS), *(f"_columnwise_storage.{n}" for n in _COLUMNS)),
 }
 
 
@@ -343,9 +336,9 @@ def test_buffer_protocol_gathers_shards(device: str, name: str, internal: bool) 
         assert meta["field_names"] == GATHERED[name] and len(buffers) == len(GATHERED[name])
         assert all(b.is_contiguous() for b in buffers) and meta["fake_dtype"] is x.dtype
         assert type(meta["quantizer"]) is type(quantizer)
-    gathered = [torch.cat(pair) for pair in zip(*[buffers for buffers, _ in found], strict=True)]
+    tensors = [torch.cat(pair) for pair in zip(*[buffers for buffers, _ in found], strict=True)]
     made = quantizer.make_empty((512, 64), dtype=x.dtype, device=device)
-    made.fsdp_assign_gathered(gathered, found[0][1])
+    made.fsdp_assign_gathered(tensors, found[0][1])
     assert torch.equal(made.dequantize(), whole.dequantize())
     if name == "mixed":
         assert torch.equal(made._columnwise_storage.dequantize(), whole._columnwise_storage.dequantize())

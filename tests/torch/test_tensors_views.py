@@ -26,18 +26,12 @@ from tests.torch.test_tensors_dispatch import ALL, all_makers, pointers
 PER_TENSOR = ("delayed", "current", "current_pow2")
 per_tensor = pytest.mark.parametrize("name", PER_TENSOR)
 #: The documented attributes of each class's buffers.
+_BLOCKS = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
 SHOWN = {
     "Float8Tensor": ("_data", "_transpose", "_scale_inv"),
-    "Float8BlockwiseQTensor": ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"),
-    "MXFP8Tensor": ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"),
-    "NVFP4Tensor": (
-        "_rowwise_data",
-        "_columnwise_data",
-        "_rowwise_scale_inv",
-        "_columnwise_scale_inv",
-        "_amax_rowwise",
-        "_amax_columnwise",
-    ),
+    "Float8BlockwiseQTensor": _BLOCKS,
+    "MXFP8Tensor": _BLOCKS,
+    "NVFP4Tensor": (*_BLOCKS, "_amax_rowwise", "_amax_columnwise"),
     "IdentityTensor": ("_hp_data",),
 }
 
