@@ -167,17 +167,6 @@ def test_its_backward_alone_in_high_precision(
     assert differ(found, want) == [] and differ(found, low) == [1, 2, 3]
 
 
-def test_a_layer_that_comes_back(debugging: Any) -> None:
-    """Features are asked in each iteration; what was not theirs runs as before."""
-    session = debugging(config({"layer_types": ["another"]}, DisableQuantizationLayer={}))
-    net = attention()
-    first = results(net, RECIPES["current"], "cpu", 1)
-    session.api.end_debug()
-    other = attention()
-    assert differ(results(other, RECIPES["current"], "cpu", 1), first) == []
-    assert net.inspector is None
-
-
 CHANGES = {
     "FakeQuant": {"gemms": ["fprop"], "tensors": ["q", "k", "v"], "quant_format": "FP8E5M2"},
     "PerTensorScaling": {"gemms": ["fprop"], "tensors": ["q"]},

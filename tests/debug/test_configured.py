@@ -37,23 +37,6 @@ def logging(stats: list[Any], *tensors: str, feature: str = "LogTensorStats", **
 # ------------------------------------------------------------------------------------ what is not looked at
 
 
-def test_layers_that_no_feature_touches_run_as_they_do_without(debugging: Debugging) -> None:
-    module, others = made("Linear"), made("Linear", init_method=None)
-    plain = step(module, values(), "current")
-    session = debugging(config({"layer_types": ["another"]}, DisableQuantizationLayer={}))
-    assert module.inspector is not None, "it asks once"
-    assert differ(step(module, values(), "current"), plain) == []
-    calls = len(module._calls)
-    for _ in range(3):
-        session.step()
-        step(module, values(), "current")
-        assert module.inspector is None
-    assert len(module._calls) == calls == 1
-    assert others.inspector is not None
-    session.api.end_debug()
-    assert others.inspector is None
-
-
 def test_iterations_that_nobody_looks_at(debugging: Debugging) -> None:
     session = debugging(logging(["max"], "activation", freq=3, start_step=2, end_step=7))
     module, looked = made("Linear"), []
@@ -101,21 +84,6 @@ def test_copies_and_modules_of_before(debugging: Debugging) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("name", ["DisableFP8GEMM", "DisableQuantizationGEMM"])
-@pytest.mark.parametrize("kind", [k for k in MODULES if k != "GroupedLinear"])
-@pytest.mark.filterwarnings("ignore:DisableFP8")
-def test_a_gemm_in_high_precision_is_that_of_the_activation_dtype(
-    debugging: Debugging, kind: str, name: str, device: str
-) -> None:
-    x, module = values(device), made(kind, device)
-    plain, low = step(module, x), step(module, x, "current")
-    debugging(config(**{name: {"gemms": ["fprop"]}}))
-    found = step(module, x, "current")
-    assert torch.equal(found["y"], plain["y"]) and not torch.equal(low["y"], plain["y"])
-    assert not torch.equal(found["x"], plain["x"])
-
-
-@on_devices
 @covering_lists(pytest.mark.parametrize("kind", MODULES), pytest.mark.parametrize("recipe", recipes.KINDS))
 def test_a_layer_in_high_precision(debugging: Debugging, kind: str, recipe: str, device: str) -> None:
     x, module = values(device), made(kind, device)
@@ -125,10 +93,13 @@ def test_a_layer_in_high_precision(debugging: Debugging, kind: str, recipe: str,
     assert differ(found, plain) == []
 
 
-def test_older_names_warn(debugging: Debugging) -> None:
-    debugging(config(DisableFP8Layer={}))
-    with pytest.warns(DeprecationWarning, match="DisableQuantizationLayer"):
-        step(made("Linear"), values(), "current")
+@pytest.mark.parametrize(("name", "keys"), [("Layer", {}), ("GEMM", {"gemms": ["fprop", "dgrad", "wgrad"]})])
+def test_older_names_warn(debugging: Debugging, name: str, keys: dict[str, Any]) -> None:
+    module = made("Linear")
+    plain = step(module, values())
+    debugging(config(**{f"DisableFP8{name}": keys}))
+    with pytest.warns(DeprecationWarning, match=f"DisableQuantization{name}"):
+        assert differ(step(module, values(), "current"), plain) == []
 
 
 # -------------------------------------------------------------------------------------------- statistics

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from te_core.runtime import Runtime  # noqa: E402
 from te_core.tools.counts import counted  # noqa: E402
 from tests import jax_draws, programs  # noqa: E402
 from tests.backends import capability, jax_on_gpu, needs_device  # noqa: E402
+from tests.threads import together  # noqa: E402
 
 DELAYED = DelayedScaling(amax_history_len=3)
 ON_GPU = jax_on_gpu()
@@ -280,12 +280,15 @@ def test_quantize(recipe: Recipe) -> None:
 # ------------------------------------------------------------------------------------------------ transformations
 
 
-def loss_of(p: Any, scaling: Any, x: Any, recipe: Any = DELAYED) -> Any:
-    y = te.layernorm_mlp(
+def mlp(p: Any, scaling: Any, x: Any, recipe: Any = DELAYED) -> Any:
+    return te.layernorm_mlp(
         x, p["g"], None, [p["w1"], p["w2"]], [None, None], "rmsnorm", activation_type=("silu", "linear"),
         recipe=recipe, scaling=scaling,
     )  # fmt: skip
-    return (y**2).mean()
+
+
+def loss_of(p: Any, scaling: Any, x: Any, recipe: Any = DELAYED) -> Any:
+    return (mlp(p, scaling, x, recipe) ** 2).mean()
 
 
 P = {"g": GAMMA, "w1": W1, "w2": W2}
@@ -309,11 +312,7 @@ def test_layers_by_scan_and_remat() -> None:
     )
 
     def layer(x: Any, own: Any) -> Any:
-        p, state = own
-        return x + te.layernorm_mlp(
-            x, p["g"], None, [p["w1"], p["w2"]], [None, None], "rmsnorm", activation_type=("silu", "linear"),
-            recipe=DELAYED, scaling=state,
-        )  # fmt: skip
+        return x + mlp(*own, x)
 
     def looped(ps: Any, states: Any, x: Any) -> Any:
         return (jax.lax.scan(lambda x, own: (jax.checkpoint(layer)(x, own), None), x, (ps, states))[0] ** 2).mean()
@@ -376,22 +375,11 @@ def test_steps_copy_nothing_take_no_memory_and_wait_for_nothing(monkeypatch: pyt
 
 
 def test_threads() -> None:
-    step = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))
-    state, found = te.scaling(DELAYED, te.layernorm_mlp), []
+    step, state = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1))), te.scaling(DELAYED, te.layernorm_mlp)
     wanted = step(P, state, X)
-
-    def work() -> None:
-        for _ in range(5):
-            found.append(step(P, state, X))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 40
-    for one in found:
-        alike(one, wanted)
+    for found in together(*[lambda: [step(P, state, X) for _ in range(5)]] * 8):
+        for one in found:
+            alike(one, wanted)
 
 
 def test_explain() -> None:

@@ -13,7 +13,7 @@ import te_torch as te
 from te_core.recipe import DelayedScaling, Format
 from tests.backends import devices
 from tests.covering import covering
-from tests.module_steps import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, on, values
+from tests.module_steps import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, on, step, values
 from tests.recipes import KINDS, RECIPES, rule
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
@@ -28,16 +28,6 @@ MARGIN = DelayedScaling(amax_history_len=4, margin=3, fp8_format=Format.E4M3, am
 def calibrate(module: Any, x: torch.Tensor, recipe: Any = RECIPE) -> Any:
     with te.autocast(enabled=False, calibrating=True, recipe=recipe):
         return module(x)
-
-
-def step(module: Any, x: torch.Tensor, region: Any) -> dict[str, torch.Tensor]:
-    leaf = x.clone().requires_grad_()
-    with region:
-        y = module(leaf)
-    y.backward(gradient_for(y))
-    found = {"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in module.named_parameters()}
-    module.zero_grad(set_to_none=True)
-    return found
 
 
 def maxima(module: Any, x: torch.Tensor) -> list[float]:

@@ -122,26 +122,7 @@ print("ok")
 
 
 ATTENTION = """
-import importlib
 import te_torch.compat
-documented = {
-    "pytorch": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding TransformerLayer",
-    "pytorch.attention": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding"
-    " apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
-    "pytorch.attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
-    "pytorch.attention.inference": "InferenceParams KVCacheManager NonPagedKVCacheManager PagedKVCacheManager",
-    "pytorch.attention.dot_product_attention": "DotProductAttention _attention_backends",
-    "pytorch.attention.dot_product_attention.utils": "get_qkv_layout get_qkv_format get_cu_seqlens"
-    " get_cu_seqlens_and_indices get_full_cu_seqlens get_padding_mask get_full_mask get_alibi check_set_window_size"
-    " get_attention_backend AttentionParams FlashAttentionUtils QKVLayouts",
-    "pytorch.attention.dot_product_attention.softmax": "FusedScaleMaskSoftmax",
-    "pytorch.transformer": "TransformerLayer",
-    "pytorch.constants": "AttnMaskTypes AttnTypes AttnBiasTypes QKVLayouts LayerTypes",
-}
-for path, names in documented.items():
-    module = importlib.import_module(f"transformer_engine.{path}")
-    for name in names.split():
-        getattr(module, name)
 import transformer_engine.pytorch as te
 assert te.attention.dot_product_attention.DotProductAttention is te.DotProductAttention
 assert te.attention.DotProductAttention is te.DotProductAttention

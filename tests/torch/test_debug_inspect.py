@@ -148,16 +148,6 @@ def test_everything_is_put_back() -> None:
         seen.step()
 
 
-def test_a_replaced_operand_stays_replaced() -> None:
-    net, step = planted.model(), planted.step_of("current")
-    net[1].up.inspector = planted.overflowing()
-    want = step(net).item()
-    with inspect(net):
-        assert step(net).item() == want
-    net[1].up.inspector = None
-    assert step(net).item() != want
-
-
 def test_nested_and_two_models_and_left_in_any_order() -> None:
     net, other, step = planted.model(), planted.model(), planted.step_of("current")
     a, b, c = inspect(net), inspect(net, layers="up"), inspect(other)

@@ -16,6 +16,7 @@ from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, backward_cast
 from te_core.quantized import Cast
 from te_core.recipe import resolve
 from te_torch.runtime import runtime_for, to_core, to_torch
+from tests import module_steps
 from tests.backends import devices
 from tests.covering import covering
 from tests.module_steps import GEMM_MODULES, differences, gradient_for, on, randomise, values
@@ -46,17 +47,11 @@ def build(
 
 
 def step(
-    module: Any, x: torch.Tensor, recipe: str | None, dy: torch.Tensor | None = None, run: Any = None, seed: int = 5
+    module: Any, x: torch.Tensor, recipe: str | None, dy: torch.Tensor | None = None, seed: int = 5
 ) -> dict[str, torch.Tensor]:
     """y, dx and the parameters' gradients of one step; all its draws come from the seed."""
     torch.manual_seed(seed)
-    leaf = x.detach().clone().requires_grad_()
-    with region(recipe):
-        y = module(leaf) if run is None else run(module, leaf)
-    y.backward(gradient_for(y) if dy is None else dy)
-    found = {"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in module.named_parameters()}
-    module.zero_grad(set_to_none=True)
-    return found
+    return module_steps.step(module, x, region(recipe), dy=dy)
 
 
 def floor_of(recipe: str, kind: str) -> float:

@@ -354,16 +354,6 @@ def _fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
-@all_makers
-def test_flatten_and_unflatten(name: str) -> None:
-    t = ALL[name]("cpu")(values((32, 64)))
-    names, meta = t.__tensor_flatten__()
-    inner = {n: getattr(t, n) for n in names}
-    made = type(t).__tensor_unflatten__(inner, meta, t.shape, t.stride())
-    assert pointers(made) == pointers(t) and torch.equal(made.dequantize(), t.dequantize())
-    assert meta == t.detach().__tensor_flatten__()[1] and hash(t.inner_meta()) == hash(made.inner_meta())
-
-
 #: Of each storage one, for compilers.
 STORAGES = ("delayed", "tile", "mxfp8", "nvfp4", "identity", "hybrid")
 
