@@ -14,7 +14,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
-from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams
 from te_torch import amax_reduction, updates
 from te_torch import state as scaling
@@ -139,11 +138,6 @@ def test_older_name(device: str) -> None:
         assert not quantized(module, x)
     with pytest.warns(DeprecationWarning), te.fp8_autocast(True, False, SHORT, None):
         assert quantized(module, x)
-
-
-def test_refusals() -> None:
-    with pytest.raises(ArgumentError, match="recipe"):
-        te.autocast(recipe="delayed")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------- when it is updated

@@ -14,7 +14,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -449,13 +448,3 @@ def test_a_compressed_zip_is_not_unpacked() -> None:
             archive.writestr(info.filename, bytes(1 << 20) if "/data/" in info.filename else source.read(info))
     with pytest.raises(ArgumentError, match="a compressed file"):
         read_extra_state(target)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [{}, "text", 3, np.zeros(4, np.uint8), torch.ones(4), torch.ones(2, 2, dtype=torch.uint8)],
-    ids=["dict", "str", "int", "array", "float tensor", "matrix"],
-)
-def test_unknown_forms(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"_extra_state.*To do: delete"):
-        read_extra_state(value)

@@ -65,13 +65,6 @@ def test_prepare_state(device: str) -> None:
         assert not differences(fp8_state(model[kind]), fp8_state(twin[kind]))
 
 
-def test_prepare_state_refusals() -> None:
-    with pytest.raises(ArgumentError, match="recipe"):
-        prepare_state(make("Linear"), "delayed")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="meta"):
-        prepare_state(te.Linear(16, 16, device="meta"), SHORT)
-
-
 @on_devices
 @gemm_modules
 def test_a_prepared_module_takes_either_checkpoint(kind: str, device: str) -> None:
@@ -183,8 +176,6 @@ def test_adjust_amax_history_length(kind: str, device: str) -> None:
     assert torch.equal(state.amax_history_bwd, backward[:2])
     module.adjust_amax_history_length(4)
     assert torch.equal(state.amax_history_fwd, forward) and state.amax_history_bwd.shape == backward.shape
-    with pytest.raises(ArgumentError, match="length=0"):
-        module.adjust_amax_history_length(0)
 
 
 @on_devices
@@ -214,8 +205,6 @@ def test_tensors_of_several_modules(device: str) -> None:
     assert saved[0] is None and {len(t) for name, t in before.items() if "history" in name} == {2}
     step(model[1], 5 * x, DelayedScaling(amax_history_len=2))
     assert differences(fp8_state(model), before)
-    with pytest.raises(ArgumentError, match="1 states for 2 modules"):
-        restore_fp8_tensors([model], saved[1:])
     restore_fp8_tensors([model], saved)
     assert not differences(fp8_state(model), before)
 
@@ -245,27 +234,6 @@ def test_buffers_that_get_other_memory(how: str, kind: str, device: str) -> None
 # -------------------------------------------------------------------------------------------------- plain tensors
 
 
-class Quantized(torch.Tensor):
-    """Stands for the quantized classes: a tensor that is twice what it stores."""
-
-    stored: torch.Tensor
-
-    @staticmethod
-    def of(stored: torch.Tensor, dtype: torch.dtype) -> Quantized:
-        made = torch.Tensor._make_wrapper_subclass(Quantized, stored.shape, dtype=dtype, device=stored.device)
-        made.stored = stored
-        return made
-
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return (2 * self.stored).to(dtype or self.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Quantized.of(args[0].stored, args[0].dtype)
-        raise NotImplementedError(str(func))
-
-
 @on_devices
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
 def test_plain_state_dict(dtype: torch.dtype | None, device: str) -> None:
@@ -277,8 +245,7 @@ def test_plain_state_dict(dtype: torch.dtype | None, device: str) -> None:
     model["tied"].register_buffer("counts", torch.arange(4, device=device))
     model["tied"].register_buffer("turned", values(3, 5, device=device).t())
     model["tied"].register_buffer("part", values(8, device=device)[2:5])
-    stored = values(4, 4, device=device)
-    quantized = Quantized.of(stored, torch.bfloat16)
+    quantized = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(values(32, 32, device=device, dtype=torch.bfloat16))
     model["tied"].bias = torch.nn.Parameter(quantized, requires_grad=False)
     state, plain = model.state_dict(), plain_state_dict(model, dtype)
     assert list(plain) == list(state)
@@ -287,7 +254,7 @@ def test_plain_state_dict(dtype: torch.dtype | None, device: str) -> None:
         assert t.untyped_storage().nbytes() == t.numel() * t.element_size(), name
         fixed = "fp8_state" in name or name == "tied.counts"
         assert t.dtype == (state[name].dtype if fixed or dtype is None else dtype), name
-        wanted = (2 * stored).to(dtype or torch.bfloat16) if name == "tied.bias" else state[name].to(t.dtype)
+        wanted = (quantized.dequantize() if name == "tied.bias" else state[name]).to(t.dtype)
         assert torch.equal(t, wanted), name
     assert len({t.untyped_storage().data_ptr() for t in plain.values()}) == len(plain)
     model.load_state_dict({n: t for n, t in plain.items() if n != "tied.bias"}, strict=False)
@@ -333,11 +300,6 @@ def test_a_refused_reset_leaves_the_state_alone() -> None:
         with pytest.raises(ArgumentError, match="^reset_fp8_meta_tensors: "):
             module.fp8_state.assign(wrong)
         assert not module.fp8_state.in_use
-
-
-def test_plain_state_dict_refusals() -> None:
-    with pytest.raises(ArgumentError, match="dtype"):
-        plain_state_dict(make("Linear"), torch.int8)
 
 
 def test_replayed_states_come_in_the_order_of_their_running() -> None:

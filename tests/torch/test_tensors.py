@@ -269,30 +269,8 @@ def test_quantizer_of_gives_back_the_rule() -> None:
     assert T.quantizer_of(None).operand is None
 
 
-REFUSED: dict[str, tuple[type[Exception], Any]] = {
-    "a maximum of 300": (ValueError, lambda: T.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=300)),
-    "an error of another name": (ValueError, lambda: T.NVFP4Quantizer(nvfp4_4over6_err_mode="RMS")),
-    "4 over 6 with a transform": (ValueError, lambda: T.NVFP4Quantizer(nvfp4_use_4over6=True, with_rht=True)),
-    "no format of 8 bits": (ValueError, lambda: T.MXFP8Quantizer(T.DType.kFloat16)),
-    "an amax given before": (
-        DeprecationWarning,
-        lambda: T.Float8CurrentScalingQuantizer(E4M3, "cpu", use_existing_amax=True),
-    ),
-    "one quantizer twice": (ValueError, lambda: both(one := T.MXFP8Quantizer(E4M3), one)),
-    "another source": (ValueError, lambda: both(T.MXFP8Quantizer(E4M3), T.IdentityQuantizer(), columnwise_source="x")),
-    "a request": (TypeError, lambda: both(T.DelayedScalingRequest(), T.MXFP8Quantizer(E4M3))),
-}
-
-
 def both(row: Any, column: Any, **options: Any) -> T.HybridQuantizer:
     return T.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, **options)
-
-
-@pytest.mark.filterwarnings("error::DeprecationWarning")
-@pytest.mark.parametrize(("error", "make"), REFUSED.values(), ids=REFUSED)
-def test_documented_errors_of_constructors(error: type[Exception], make: Any) -> None:
-    with pytest.raises(error):
-        make()
 
 
 def test_options_of_nvfp4_are_taken_as_documented() -> None:
