@@ -43,25 +43,10 @@ class Attention(torch.nn.Module):
     def __init__(self, d: Draw, place: dict[str, Any]) -> None:
         super().__init__()
         names = (
-            "hidden_size",
-            "num_attention_heads",
-            "kv_channels",
-            "attention_dropout",
-            "layernorm_epsilon",
-            "layer_number",
-            "num_gqa_groups",
-            "fuse_wgrad_accumulation",
-            "fuse_qkv_params",
-            "zero_centered_gamma",
-            "qkv_weight_interleaved",
-            "rotary_pos_interleaved",
-            "bias",
-            "normalization",
-            "qk_norm_type",
-            "qk_norm_eps",
-            "qk_norm_before_rope",
-            "softmax_type",
-        )
+            "hidden_size num_attention_heads kv_channels attention_dropout layernorm_epsilon layer_number "
+            "num_gqa_groups fuse_wgrad_accumulation fuse_qkv_params zero_centered_gamma qkv_weight_interleaved "
+            "rotary_pos_interleaved bias normalization qk_norm_type qk_norm_eps qk_norm_before_rope softmax_type"
+        ).split()
         prefix = "enc_dec_" if d.cross else ""
         self.mask = d.layer["enc_dec_attn_mask_type" if d.cross else "self_attn_mask_type"]
         self.attention = te.MultiheadAttention(
@@ -103,14 +88,8 @@ class Linears(torch.nn.Module):
         self.first = te.LayerNormLinear(width, wide, **shared, **norm, **split)
         self.second = te.Linear(wide, width, **shared, **split)
         self.grouped = te.GroupedLinear(2, width, width, **shared)
-        self.mlp = te.LayerNormMLP(
-            width,
-            wide,
-            activation=d.layer.get("activation", "gelu"),
-            checkpoint=more.get("checkpoint", False),
-            **shared,
-            **norm,
-        )
+        activation, again = d.layer.get("activation", "gelu"), more.get("checkpoint", False)
+        self.mlp = te.LayerNormMLP(width, wide, activation=activation, checkpoint=again, **shared, **norm)
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None, **ignored: Any) -> torch.Tensor:
         """All that they return, of the width of x."""
@@ -370,12 +349,9 @@ def _generated(d: Draw, layer: Any, x: torch.Tensor, options: dict[str, Any]) ->
 #: gradient that is lost has 0 dB, numbers that have nothing to do with the layer have -3.
 FLOORS = {
     "": (30.0, 20.0, 10.0),
-    "delayed": (9.0, 5.0, 1.0),
-    "current": (9.0, 5.0, 1.0),
-    "block": (12.0, 10.0, 5.0),
-    "mxfp8": (12.0, 10.0, 5.0),
-    "nvfp4": (4.0, 0.0, -6.0),
-    "custom": (4.0, 0.0, -6.0),
+    **dict.fromkeys(("delayed", "current"), (9.0, 5.0, 1.0)),
+    **dict.fromkeys(("block", "mxfp8"), (12.0, 10.0, 5.0)),
+    **dict.fromkeys(("nvfp4", "custom"), (4.0, 0.0, -6.0)),
 }
 
 

@@ -29,8 +29,8 @@ NO_REGION = contextlib.nullcontext()
 
 
 def region(recipe: Any) -> Any:
-    """The region of a recipe, given by itself or by its name here."""
-    if recipe is NO_REGION:
+    """The region of a recipe, given by itself or by its name here; or a region as it is."""
+    if hasattr(recipe, "__enter__"):
         return recipe
     rule = RECIPES[recipe] if isinstance(recipe, str) else recipe
     return te.autocast(enabled=rule is not None, recipe=rule, emulate=True)

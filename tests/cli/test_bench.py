@@ -1,18 +1,18 @@
-"""`te bench`: what it compares is the same layer, its figures are what was measured, mistakes end it in a line."""
+"""`te bench`: what it compares is the same layer, its figures are what was measured."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from te_cli import bench, layers, main
+from te_cli import bench, layers
 from te_core.errors import UnsupportedError
+from tests.cli.conftest import Te
 
 CPU = torch.device("cpu")
 SHORT = ["--device", "cpu", "--no-compile", "--seconds", "0.01"]
@@ -41,15 +41,13 @@ def test_names_are_those_of_the_layers() -> None:
     assert tuple(layers.LAYERS) == bench.LAYERS
 
 
-def test_rows_say_what_ran(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_rows_say_what_ran(te: Te, tmp_path: Path) -> None:
     sizes = ["--hidden", "32", "--heads", "2", "--seq", "16", "--recipe", "current", "nvfp4"]
     picture = tmp_path / "bench.png"
-    assert main.main(["bench", *SHORT, *sizes, "--out", str(picture)]) == 0
-    said = capsys.readouterr().out
+    said = te("bench", *SHORT, *sizes, "--out", str(picture)).out
     assert picture.stat().st_size > 1000 and f"Written: {picture}" in said and "█" * 10 in said
     assert "TransformerLayer on CPU" in said and "input [2, 16, 32], float32" in said
-    assert main.main(["bench", *SHORT, *sizes, "--json"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    rows = {row["name"]: row for row in json.loads(te("bench", *SHORT, *sizes, "--json").out)["rows"]}
     assert list(rows) == ["torch", "te, float32", "te, FP8 current", "te, NVFP4"]
     errors = [row["difference"] for row in rows.values()]
     assert errors[0] == 0 and errors[1] < 1e-6 and 1e-3 < errors[2] < 0.03 < errors[3] < 0.2
@@ -58,55 +56,10 @@ def test_rows_say_what_ran(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         assert row["speed"] == pytest.approx(rows["torch"]["step_ms"] / row["step_ms"])
 
 
-MODEL = """
-import torch
-def layer():
-    return torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32)), torch.randn(16, 32, requires_grad=True)
-def nothing():
-    return torch.nn.Sequential(torch.nn.Tanh()), torch.randn(16, 32)
-def alone():
-    return torch.nn.Linear(32, 32)
-"""
-
-
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "my_model", raising=False)
-    (tmp_path / "my_model.py").write_text(MODEL)
-    return tmp_path
-
-
-def test_a_module_of_the_user(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["bench", *SHORT, "--module", "my_model.py:layer", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_module_of_the_user(program: Path, te: Te) -> None:
+    found = json.loads(te("bench", *SHORT, "--module", "mine.py:layer", "--json").out)
     assert found["input"] == [[16, 32]] and [row["name"] for row in found["rows"]][1] == "te, float32"
     assert found["rows"][1]["difference"] < 1e-6 and found["rows"][2]["difference"] > 1e-3
-
-
-MISTAKES = {
-    "a name": (["--module", "TransformerLayr"], "did you mean TransformerLayer?"),
-    "a recipe": (["--recipe", "fp9"], "invalid choice: 'fp9'"),
-    "no GPU": (["--device", "cuda:77"], "cuda:77 is not here"),
-    "heads": (["--hidden", "100", "--heads", "7"], "--hidden 100 is no multiple of --heads 7"),
-    "a picture": (["--out", "bench.txt"], "ends in .png"),
-    "a folder": (["--out", "nowhere/bench.png"], "no such folder"),
-    "sizes of the user": (["--module", "my_model.py:layer", "--hidden", "64"], "that the function chooses"),
-    "no file": (["--module", "other.py:layer"], "there is no such file"),
-    "no function": (["--module", "my_model.py:leyer"], "did you mean layer?"),
-    "nothing to convert": (["--module", "my_model.py:nothing"], "nothing to convert"),
-    "no input": (["--module", "my_model.py:alone"], "let it return a module of torch and its input"),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes(case: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words, said = MISTAKES[case]
-    with pytest.raises(SystemExit) as ended:
-        main.main(["bench", *SHORT, *words])
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and said in err and "Traceback" not in err
 
 
 def forms(*works: object) -> list[bench.Form]:
@@ -139,7 +92,7 @@ def test_times_are_those_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (row.forward_ms, row.step_ms, row.first_step_s) == pytest.approx((1e3 * seconds, 1e3 * seconds, seconds))
 
 
-def test_a_row_that_cannot_run_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported() -> None:
         raise UnsupportedError("a GEMM in MXFP8", "sm_90", "sm_100", "pass emulate=True")
 
@@ -158,11 +111,10 @@ def test_a_row_that_cannot_run_says_why(capsys: pytest.CaptureFixture[str], monk
     made[:] = forms(("torch", unsupported))
     with pytest.raises(UnsupportedError):  # nothing to compare with
         bench.run(options)
-    capsys.readouterr()
 
 
 @pytest.mark.more  # half a minute of a compiler
-def test_torch_compile_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["bench", "--device", "cpu", "--seconds", "0.01", "--module", "Linear", "--json"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+def test_torch_compile_is_compared(te: Te) -> None:
+    words = ["--device", "cpu", "--seconds", "0.01", "--module", "Linear", "--json"]
+    rows = {row["name"]: row for row in json.loads(te("bench", *words).out)["rows"]}
     assert not rows["torch.compile"]["failed"] and rows["torch.compile"]["difference"] < 1e-5

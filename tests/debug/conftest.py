@@ -1,4 +1,5 @@
-"""What a test of configured features runs in: nvdlfw_inspect, initialised with its configuration, and ended."""
+"""What a test of configured features runs in: nvdlfw_inspect, initialised with its configuration, and ended; and the
+layers that it looks at."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import te_torch as te
+from tests import recipes
 
 FEATURES = Path(__file__).resolve().parents[2] / "te_torch" / "debug" / "features"
 
@@ -60,3 +65,42 @@ def config(layers: dict[str, Any] | None = None, **features: dict[str, Any]) -> 
     """A configuration of one section."""
     chosen = {name: {"enabled": True, **keys} for name, keys in features.items()}
     return {"one": {"enabled": True, "layers": layers or {"layer_types": ["all"]}, "transformer_engine": chosen}}
+
+
+WIDTH, WIDE, ROWS = 64, 96, 32
+MODULES: dict[str, Callable[..., Any]] = {
+    "Linear": te.Linear,
+    "LayerNormLinear": te.LayerNormLinear,
+    "LayerNormMLP": te.LayerNormMLP,
+    "GroupedLinear": lambda *sizes, **options: te.GroupedLinear(2, *sizes, **options),
+}
+
+
+def made(kind: str, device: str = "cpu", **options: Any) -> Any:
+    """A layer in bfloat16, the same each time."""
+    torch.manual_seed(1)
+    return MODULES[kind](WIDTH, WIDE, name="layer", params_dtype=torch.bfloat16, device=device, **options)
+
+
+def values(device: str = "cpu", seed: int = 0) -> torch.Tensor:
+    """An input that wants its gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, WIDTH, generator=generator).to(device, torch.bfloat16).requires_grad_()
+
+
+def step(module: Any, x: torch.Tensor, recipe: str | None = None, **options: Any) -> dict[str, torch.Tensor]:
+    """Output and gradients by name, which are cleared."""
+    splits = {2: [16, 16], 3: [16, 0, 16]}
+    with recipes.region(recipe):
+        y = module(x, splits[module.num_gemms]) if isinstance(module, te.GroupedLinear) else module(x, **options)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype))
+    grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    found = {"y": y.detach(), "x": x.grad, **grads}
+    module.zero_grad()
+    x.grad = None
+    return found  # type: ignore[return-value]
+
+
+def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """The names of what is not equal in two steps."""
+    return [name for name in b if not torch.equal(a[name], b[name])]

@@ -16,8 +16,6 @@ from tests.backends import devices
 from tests.core.covering_lists import covering_lists
 from tests.debug.conftest import config
 
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
-
 HEADS, WIDTH = 2, 64
 DEPTH, TOKENS = 128, 64  # heads that cuDNN takes in FP8
 TENSORS = ["q", "k", "v", "kv", "qkv", "do"]
@@ -167,17 +165,6 @@ def test_its_backward_alone_in_high_precision(
     debugging(config({"exact_layer_names": [net.name]}, DisableQuantizationGEMM={"gemms": ["dgrad"]}))
     found = step()
     assert differ(found, want) == [] and differ(found, low) == [1, 2, 3]
-
-
-def test_a_layer_that_comes_back(debugging: Any) -> None:
-    """Features are asked in each iteration; what was not theirs runs as before."""
-    session = debugging(config({"layer_types": ["another"]}, DisableQuantizationLayer={}))
-    net = attention()
-    first = results(net, RECIPES["current"], "cpu", 1)
-    session.api.end_debug()
-    other = attention()
-    assert differ(results(other, RECIPES["current"], "cpu", 1), first) == []
-    assert net.inspector is None
 
 
 CHANGES = {

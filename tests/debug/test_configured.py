@@ -8,6 +8,7 @@ import math
 import pickle
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +22,12 @@ from te_torch.debug.watched import products_of
 from tests import recipes
 from tests.backends import devices
 from tests.core.covering_lists import covering_lists
-from tests.debug.conftest import FEATURES, config
+from tests.debug import conftest
+from tests.debug.conftest import FEATURES, MODULES, ROWS, WIDE, WIDTH, config, differ, step, values
 
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
-
-WIDTH, WIDE, ROWS = 64, 96, 32
-BF16: dict[str, Any] = {"params_dtype": torch.bfloat16}
-SPLITS = [16, 0, 16]
 on_devices = pytest.mark.parametrize("device", devices())
+made = partial(conftest.made, bias=False)
 Debugging = Callable[..., Any]
-
-MODULES: dict[str, Any] = {
-    "Linear": lambda **kw: te.Linear(WIDTH, WIDE, bias=False, **BF16, **kw),
-    "LayerNormLinear": lambda **kw: te.LayerNormLinear(WIDTH, WIDE, bias=False, **BF16, **kw),
-    "LayerNormMLP": lambda **kw: te.LayerNormMLP(WIDTH, WIDE, bias=False, **BF16, **kw),
-    "GroupedLinear": lambda **kw: te.GroupedLinear(len(SPLITS), WIDTH, WIDE, bias=False, **BF16, **kw),
-}
-
-
-def made(kind: str, device: str = "cpu", **options: Any) -> Any:
-    torch.manual_seed(1)
-    return MODULES[kind](device=device, name="layer", **options)
-
-
-def values(device: str = "cpu", seed: int = 0, rows: int = ROWS) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, WIDTH, generator=generator).to(device, torch.bfloat16).requires_grad_()
-
-
-def run(module: Any, x: torch.Tensor, region: Any = None, **options: Any) -> dict[str, torch.Tensor]:
-    """Output and gradients of a step."""
-    with region or te.autocast(enabled=False):
-        y = module(x, SPLITS, **options) if isinstance(module, te.GroupedLinear) else module(x, **options)
-    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype))
-    found = {"y": y.detach(), "x": x.grad.clone()} | {n: p.grad.clone() for n, p in module.named_parameters()}
-    module.zero_grad()
-    x.grad = None
-    return found
 
 
 def logging(stats: list[Any], *tensors: str, feature: str = "LogTensorStats", **keys: Any) -> dict[str, Any]:
@@ -67,31 +37,11 @@ def logging(stats: list[Any], *tensors: str, feature: str = "LogTensorStats", **
 # ------------------------------------------------------------------------------------ what is not looked at
 
 
-def test_layers_that_no_feature_touches_run_as_they_do_without(debugging: Debugging) -> None:
-    module, others = made("Linear"), made("Linear", init_method=None)
-    plain = run(module, values(), recipes.region("current"))
-    session = debugging(config({"layer_types": ["another"]}, DisableQuantizationLayer={}))
-    assert module.inspector is not None, "it asks once"
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(run(module, values(), recipes.region("current")).values(), plain.values(), strict=True)
-    )
-    calls = len(module._calls)
-    for _ in range(3):
-        session.step()
-        run(module, values(), recipes.region("current"))
-        assert module.inspector is None
-    assert len(module._calls) == calls == 1
-    assert others.inspector is not None
-    session.api.end_debug()
-    assert others.inspector is None
-
-
 def test_iterations_that_nobody_looks_at(debugging: Debugging) -> None:
     session = debugging(logging(["max"], "activation", freq=3, start_step=2, end_step=7))
     module, looked = made("Linear"), []
     for _ in range(12):
-        run(module, values(), recipes.region("current"))
+        step(module, values(), "current")
         looked.append(module.inspector is not None)
         session.step()
     assert [i for i, yes in enumerate(looked) if yes] == [3, 6]
@@ -106,7 +56,7 @@ def test_each_feature_keeps_its_schedule(debugging: Debugging) -> None:
     session = debugging(config(LogTensorStats=values_of, LogFp8TensorStats=casts))
     module = made("Linear")
     for _ in range(10):
-        run(module, values(), recipes.region("current"))
+        step(module, values(), "current")
         session.step()
     seen: dict[str, list[int]] = {}
     for name, iteration in session.statistics():
@@ -123,7 +73,7 @@ def test_copies_and_modules_of_before(debugging: Debugging) -> None:
     twin = copy.deepcopy(before)
     twin.name = "twin"
     for module in (before, twin):
-        run(module, values(), recipes.region("current"))
+        step(module, values(), "current")
     session.step()
     assert {name for name, _ in session.statistics()} == {"layer_activation_cur_amax", "twin_activation_cur_amax"}
     assert pickle.loads(pickle.dumps(before)).name == "layer"
@@ -134,37 +84,32 @@ def test_copies_and_modules_of_before(debugging: Debugging) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("name", ["DisableFP8GEMM", "DisableQuantizationGEMM"])
-@pytest.mark.parametrize("kind", [k for k in MODULES if k != "GroupedLinear"])
-@pytest.mark.filterwarnings("ignore:DisableFP8")
-def test_a_gemm_in_high_precision_is_that_of_the_activation_dtype(
-    debugging: Debugging, kind: str, name: str, device: str
-) -> None:
-    x, module = values(device), made(kind, device)
-    plain, low = run(module, x), run(module, x, recipes.region("current"))
-    debugging(config(**{name: {"gemms": ["fprop"]}}))
-    found = run(module, x, recipes.region("current"))
-    assert torch.equal(found["y"], plain["y"]) and not torch.equal(low["y"], plain["y"])
-    assert not torch.equal(found["x"], plain["x"])
-
-
-@on_devices
 @covering_lists(pytest.mark.parametrize("kind", MODULES), pytest.mark.parametrize("recipe", recipes.KINDS))
 def test_a_layer_in_high_precision(debugging: Debugging, kind: str, recipe: str, device: str) -> None:
     x, module = values(device), made(kind, device)
-    plain = run(module, x)
+    plain = step(module, x)
     debugging(config(DisableQuantizationLayer={}))
-    found = run(module, x, recipes.region(recipe))
-    assert all(torch.equal(found[n], plain[n]) for n in plain)
+    found = step(module, x, recipe)
+    assert differ(found, plain) == []
 
 
-def test_older_names_warn(debugging: Debugging) -> None:
-    debugging(config(DisableFP8Layer={}))
-    with pytest.warns(DeprecationWarning, match="DisableQuantizationLayer"):
-        run(made("Linear"), values(), recipes.region("current"))
+@pytest.mark.parametrize(("name", "keys"), [("Layer", {}), ("GEMM", {"gemms": ["fprop", "dgrad", "wgrad"]})])
+def test_older_names_warn(debugging: Debugging, name: str, keys: dict[str, Any]) -> None:
+    module = made("Linear")
+    plain = step(module, values())
+    debugging(config(**{f"DisableFP8{name}": keys}))
+    with pytest.warns(DeprecationWarning, match=f"DisableQuantization{name}"):
+        assert differ(step(module, values(), "current"), plain) == []
 
 
 # -------------------------------------------------------------------------------------------- statistics
+
+
+def looked(session: Any, x: torch.Tensor | None = None, recipe: str | None = "current") -> dict[tuple[str, int], float]:
+    """The statistics of a step of a Linear."""
+    step(made("Linear"), values() if x is None else x, recipe)
+    session.step()
+    return session.statistics()  # type: ignore[no-any-return]
 
 
 @on_devices
@@ -173,12 +118,12 @@ def test_statistics_of_every_tensor(debugging: Debugging, device: str) -> None:
     tensors = ["activation", "weight", "gradient", "output", "dgrad", "wgrad"]
     session = debugging(logging(stats, *tensors))
     module, x = made("Linear", device), values(device)
-    step = run(module, x)
+    of_step = step(module, x)
     session.step()
     found = session.statistics()
-    dy = torch.linspace(-1, 1, step["y"].numel(), device=device).view_as(step["y"]).to(torch.bfloat16)
-    of = {"activation": x, "weight": module.weight, "gradient": dy, "output": step["y"], "dgrad": step["x"]}
-    of["wgrad"] = step["weight"]
+    dy = torch.linspace(-1, 1, of_step["y"].numel(), device=device).view_as(of_step["y"]).to(torch.bfloat16)
+    of = {"activation": x, "weight": module.weight, "gradient": dy, "output": of_step["y"], "dgrad": of_step["x"]}
+    of["wgrad"] = of_step["weight"]
     for tensor, t in of.items():
         v = t.detach().double()
         magnitude = v.abs()
@@ -211,7 +156,7 @@ def test_statistics_of_what_a_cast_makes(debugging: Debugging, device: str) -> N
     module, x = made("Linear", device), values(device)
     with torch.no_grad():
         x *= torch.logspace(-6, 3, WIDTH, device=device)
-    run(module, x, recipes.region("current"))
+    step(module, x, "current")
     session.step()
     found = session.statistics()
     v = x.detach().cpu().double()
@@ -230,9 +175,7 @@ def test_statistics_of_other_recipes(debugging: Debugging, recipe: str) -> None:
     stats = [f"{name}_{stat}" for name in names.values() for stat in ("mse", "underflows%")]
     stats += ["mse", "mxfp8_mse_columnwise", "fp8_block_scaling_scale_inv_max_columnwise"]
     session = debugging(logging(stats, "activation", "weight", "gradient", feature="LogFp8TensorStats"))
-    run(made("Linear"), values(), recipes.region(recipe))
-    session.step()
-    found = session.statistics()
+    found = looked(session, recipe=recipe)
     assert len(found) == 3 * len(stats)
     for tensor in ("activation", "weight", "gradient"):
         own = names.get(recipe)
@@ -242,22 +185,15 @@ def test_statistics_of_other_recipes(debugging: Debugging, recipe: str) -> None:
 
 def test_overflows_of_a_frozen_scale(debugging: Debugging) -> None:
     session = debugging(logging(["overflows%", "saturations%"], "activation", feature="LogFp8Stats"))
-    module, x = made("Linear"), values()
-    with torch.no_grad():
-        x *= 400  # a state begins with a scale of 1
-    run(module, x, recipes.region("delayed"))
-    session.step()
-    want = 100 * (x.abs() > 448).double().mean().item()
-    assert 1 < want
-    assert session.statistics()["layer_activation_overflows%", 0] == pytest.approx(want, abs=1e-4)
-    assert session.statistics()["layer_activation_saturations%", 0] >= want - 1e-3
+    x = (400 * values()).detach().requires_grad_()  # a state begins with a scale of 1
+    found, want = looked(session, x, "delayed"), 100 * (x.abs() > 448).double().mean().item()
+    assert 1 < want == pytest.approx(found["layer_activation_overflows%", 0], abs=1e-4)
+    assert found["layer_activation_saturations%", 0] >= want - 1e-3
 
 
 def test_statistics_of_nvfp4(debugging: Debugging) -> None:
     session = debugging(logging(["underflows%", "mse"], "activation", "weight", feature="LogNvfp4TensorStats"))
-    run(made("Linear"), values(), recipes.region("nvfp4"))
-    session.step()
-    found = session.statistics()
+    found = looked(session, recipe="nvfp4")
     assert {name for name, _ in found} == {
         f"layer_{t}_nvfp4_{s}" for t in ("activation", "weight") for s in ("underflows%", "mse")
     }
@@ -266,9 +202,7 @@ def test_statistics_of_nvfp4(debugging: Debugging) -> None:
 
 def test_high_precision_has_no_fp8_statistics(debugging: Debugging) -> None:
     session = debugging(logging(["mse"], "activation", feature="LogFp8TensorStats"))
-    run(made("Linear"), values())
-    session.step()
-    assert not session.statistics()
+    assert not looked(session, recipe=None)
     assert any("WARNING" in line and "high precision" in line for line in session.lines())
 
 
@@ -276,9 +210,7 @@ def test_blockwise_dynamic_range(debugging: Debugging) -> None:
     stat = {"max_blockwise_dynamic_range": {"block_size": 16, "dims": 2}}
     session = debugging(logging([stat, {"max_blockwise_dynamic_range": {}}], "activation", "gradient"))
     x = values()
-    run(made("Linear"), x)
-    session.step()
-    found, v = session.statistics(), x.detach().double().abs()
+    found, v = looked(session, x, None), x.detach().double().abs()
 
     def widest(blocks: torch.Tensor) -> float:
         low = torch.where(blocks > 0, blocks, torch.inf).amin(1)
@@ -298,7 +230,7 @@ def test_microbatches_add_up(debugging: Debugging) -> None:
     session = debugging(logging(["l1_norm", "max", "mean"], "activation", "weight", "gradient"))
     module, parts = made("Linear"), [values(seed=i) for i in range(3)]
     for i, x in enumerate(parts):
-        run(module, x, recipes.region("current"), is_first_microbatch=i == 0)
+        step(module, x, "current", is_first_microbatch=i == 0)
     session.step()
     found, v = session.statistics(), torch.cat(parts).detach().double()
     assert found["layer_activation_l1_norm", 0] == pytest.approx(v.abs().sum().item(), rel=1e-5)
@@ -324,27 +256,11 @@ def test_a_checkpoint_is_seen_once(debugging: Debugging, function: str, reentran
     assert found["layer_gradient_l1_norm", 0] == ROWS * WIDE
 
 
-def test_weights_that_are_held_quantized(debugging: Debugging) -> None:
-    session = debugging(
-        config(
-            LogFp8TensorStats={"stats": ["scale_inv_min"], "tensors": ["weight"]},
-            LogTensorStats={"stats": ["max"], "tensors": ["weight"]},
-        )
-    )
-    with te.quantized_model_init(recipe=recipes.RECIPES["current"]):
-        module = made("Linear")
-    run(module, values(), recipes.region("current"))
-    session.step()
-    found = session.statistics()
-    scale = module.weight._scale_inv.item()
-    assert found["layer_weight_scale_inv_min", 0] == pytest.approx(scale, abs=1e-4)
-    assert found["layer_weight_max", 0] == pytest.approx(module.weight.dequantize().max().item(), abs=1e-4)
-
-
 def test_names_of_products(debugging: Debugging) -> None:
     session = debugging(logging(["max"], "activation"))
-    for kind in ("LayerNormMLP", "GroupedLinear"):
-        run(made(kind), values(), recipes.region("current"))
+    grouped = te.GroupedLinear(3, WIDTH, WIDE, name="layer", params_dtype=torch.bfloat16, device="cpu")
+    for module in (made("LayerNormMLP"), grouped):  # one of three groups is empty
+        step(module, values(), "current")
     layer = te.TransformerLayer(WIDTH, WIDE, 4, name="t", hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
     layer(torch.randn(4, 2, WIDTH)).sum().backward()
     session.step()
@@ -385,7 +301,7 @@ def test_a_tensorboard_writer(debugging: Debugging) -> None:
 
     session = debugging(logging(["max"], "activation"), tb_writer=Writer(), default_logging_enabled=False)
     x = values()
-    run(made("Linear"), x)
+    step(made("Linear"), x)
     session.step()
     assert Writer.seen == [("layer_activation_max", x.max().item(), 0)]
 
@@ -397,9 +313,9 @@ def test_a_tensorboard_writer(debugging: Debugging) -> None:
 def test_fake_quantization(debugging: Debugging, quant_format: str) -> None:
     keys = {"gemms": ["fprop"], "tensors": ["activation"], "quant_format": quant_format}
     module, x = made("Linear"), values()
-    plain = run(module, x)
+    plain = step(module, x)
     session = debugging(config(FakeQuant=keys))
-    found = run(module, x, recipes.region("current"))
+    found = step(module, x, "current")
     v = x.detach()
     if quant_format == "FP8E4M3":
         rounded = quantized_by_formula(v, float(torch.tensor(448.0) / v.abs().max().float())).bfloat16()
@@ -421,9 +337,9 @@ def test_current_scaling_of_one_tensor_under_delayed(debugging: Debugging) -> No
     module, x = made("Linear"), values()
     with torch.no_grad():
         x *= 1e-3
-    plain, low = run(module, x), run(made("Linear"), x, recipes.region("delayed"))
+    plain, low = step(module, x), step(made("Linear"), x, "delayed")
     debugging(config(PerTensorScaling={"gemms": ["fprop"], "tensors": ["activation"]}))
-    found = run(made("Linear"), x, recipes.region("delayed"))
+    found = step(made("Linear"), x, "delayed")
     errors = [(r["y"] - plain["y"]).float().norm() / plain["y"].float().norm() for r in (found, low)]
     assert errors[0] < 0.2 * errors[1]
     assert torch.equal(found["weight"], low["weight"])
@@ -435,7 +351,7 @@ def test_parameters_of_single_gemms_and_tensors(debugging: Debugging) -> None:
         {"gemm": "wgrad", "tensors_struct": [{"tensor": "gradient", "quant_format": "FP8E4M3"}]},
     ]
     session = debugging(config(FakeQuant={"gemms_struct": struct}))
-    run(made("Linear"), values(), recipes.region("current"))
+    step(made("Linear"), values(), "current")
     lines = [line.rpartition(": ")[2] for line in session.lines() if "Tensor: " in line]
     assert {line.partition(", gemm ")[2] for line in lines if "modify" in line} == {
         "fprop - modify_tensor()",
@@ -509,7 +425,7 @@ def test_features_of_a_users_own(debugging: Debugging, tmp_path: Path) -> None:
     )
     try:
         module, x = made("Linear"), values()
-        found = run(module, x, recipes.region("current"))
+        found = step(module, x, "current")
         seen = te_torch.debug.SEEN  # type: ignore[attr-defined]
     finally:
         te_torch.compat.uninstall()
@@ -550,7 +466,7 @@ def test_dumped_tensors(debugging: Debugging, tmp_path: Path) -> None:
     session = debugging(config(DumpTensors=keys))
     module, x = made("Linear"), values()
     for _ in range(3):
-        run(module, x, recipes.region("current"))
+        step(module, x, "current")
         session.step()
     files = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*.pt"))
     assert files == [Path(f"tensor_dumps/rank_0/iter_{i:06d}/layer_activation.pt") for i in (0, 2)]

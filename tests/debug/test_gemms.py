@@ -14,37 +14,17 @@ from te_core.errors import UnsupportedError
 from tests import recipes
 from tests.backends import devices
 from tests.core.covering_lists import covering_lists
-from tests.debug.conftest import config
+from tests.debug import conftest
+from tests.debug.conftest import MODULES, ROWS, WIDTH, config, differ, made, values
 
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
-
-WIDTH, WIDE, ROWS = 64, 96, 32
 GEMMS = ("fprop", "dgrad", "wgrad")
 SETS = [chosen for n in range(4) for chosen in combinations(GEMMS, n)]
-MODULES: dict[str, Any] = {
-    "Linear": lambda **kw: te.Linear(WIDTH, WIDE, **kw),
-    "LayerNormLinear": lambda **kw: te.LayerNormLinear(WIDTH, WIDE, **kw),
-    "LayerNormMLP": lambda **kw: te.LayerNormMLP(WIDTH, WIDE, **kw),
-    "GroupedLinear": lambda **kw: te.GroupedLinear(2, WIDTH, WIDE, **kw),
-}
 on_devices = pytest.mark.parametrize("device", devices())
-
-
-def made(kind: str, device: str, **options: Any) -> Any:
-    torch.manual_seed(1)
-    return MODULES[kind](name="layer", params_dtype=torch.bfloat16, device=device, **options)
 
 
 def step(module: Any, device: str, recipe: str | None = "delayed", **options: Any) -> dict[str, torch.Tensor]:
     """Output and gradients."""
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(ROWS, WIDTH, generator=generator).to(device, torch.bfloat16).requires_grad_()
-    with recipes.region(recipe):
-        y = module(x, [16, 16]) if isinstance(module, te.GroupedLinear) else module(x, **options)
-    y.backward(torch.linspace(-1, 1, y.numel(), device=device).view_as(y).to(y.dtype))
-    grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    module.zero_grad()
-    return {"y": y.detach(), "x": x.grad, **grads}
+    return conftest.step(module, values(device, 2), recipe, **options)
 
 
 @on_devices
@@ -75,7 +55,7 @@ def test_every_gemm_disabled_is_the_layer_in_bf16(debugging: Any, kind: str, rec
     want = step(module, device, None)
     debugging(config(DisableQuantizationGEMM={"gemms": list(GEMMS)}))
     found = step(module, device, recipe)
-    assert [n for n in want if not torch.equal(found[n], want[n])] == []
+    assert differ(found, want) == []
 
 
 @on_devices
@@ -143,7 +123,7 @@ def test_a_cached_weight(debugging: Any) -> None:
     want = step(module, "cpu", None)
     for first in (True, False):
         found = step(module, "cpu", is_first_microbatch=first)
-        assert all(torch.equal(found[n], want[n]) for n in want)
+        assert differ(found, want) == []
     assert module._weight_cache == {}
     session.api.end_debug()
     step(module, "cpu", is_first_microbatch=True)

@@ -11,8 +11,6 @@ import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from tests.debug.conftest import config
 
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
-
 STATS: dict[str, Any] = {"LogTensorStats": {"stats": ["max"], "tensors": ["activation"]}}
 BF16: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
 

@@ -1,4 +1,4 @@
-"""Which folders are loaded and which layers are selected, where nvdlfw_inspect itself would end in an error."""
+"""Which folders are loaded, which layers are selected, where nvdlfw_inspect itself would end in an error, and when."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import te_torch as te
+from te_torch.debug.schedule import asked
 from tests.debug.conftest import FEATURES, config
-
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
 
 STATS: dict[str, Any] = {"stats": ["max"], "tensors": ["activation"]}
 NAMES = ("net.1.fc1", "net.1.fc2", "net.2.fc1")
@@ -90,3 +89,23 @@ api.initialize("", {str(tmp_path / "b")!r}, log_dir={str(tmp_path)!r})
     assert done.returncode == 0, done.stderr
     for name in "ab":
         assert f"WARNING - feature_dirs: {tmp_path / name} does not exist" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({}, lambda i: True),
+        ({"freq": 3}, lambda i: i % 3 == 0),
+        ({"start_step": 2, "end_step": 5}, lambda i: 2 <= i <= 5),
+        ({"freq": 2, "start_step": 3, "end_step": 9}, lambda i: 3 <= i <= 9 and i % 2 == 0),
+        ({"freq": 4, "start_step": 5}, lambda i: i >= 5 and i % 4 == 0),
+        ({"start_end_list": [[1, 2], [6, 7]]}, lambda i: i in (1, 2, 6, 7)),
+        ({"freq": 5, "start_end_list": [[1, 4], [6, 9]]}, lambda i: False),
+        ({"end_step": -1}, lambda i: True),
+    ],
+)
+def test_schedules(config: dict[str, Any], wanted: Any) -> None:
+    for i in range(12):
+        now, after = asked(config, i)
+        assert now == wanted(i)
+        assert after == next((j for j in range(i + 1, 60) if wanted(j)), None)

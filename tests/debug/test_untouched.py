@@ -14,8 +14,6 @@ from tests.core.covering_lists import covering_lists
 from tests.debug.conftest import config
 from tests.host_steps import opcodes
 
-pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
-
 HIDDEN = 32
 MODULES: dict[str, Callable[..., Any]] = {
     "Linear": lambda **kw: te.Linear(HIDDEN, HIDDEN, **kw),
@@ -61,21 +59,3 @@ def test_it_costs_an_attribute_test(debugging: Any, kind: str, recipe: str) -> N
         session.step()
         first.append(opcodes(run))
     assert min(first) <= before + 40, "the first forward of a step, too"
-
-
-def test_a_layer_between_the_iterations_that_are_looked_at(debugging: Any) -> None:
-    """It is asked in these iterations, and in the others costs as little."""
-    before = forward_of("Linear", RECIPES["current"])[1]
-    for _ in range(3):
-        before()
-    want = opcodes(before)
-    stats = {"stats": ["max"], "tensors": ["activation"], "freq": 4}
-    session = debugging(config(LogTensorStats=stats))
-    _, run = forward_of("Linear", RECIPES["current"])
-    found = []
-    for _ in range(8):
-        run()
-        found.append(opcodes(run))
-        session.step()
-    looked = [count > want + 40 for count in found]
-    assert looked == [True, False, False, False] * 2

@@ -427,27 +427,6 @@ def test_scan_over_layers_with_remat() -> None:
     assert (grads[STATES]["layer"]["mlp"]["scaling"].scale_bwd[:, ::2] != 1).all()
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="hardware: one device")
-def test_two_devices_divide_the_batch() -> None:
-    """Loss, gradients and next states of one device that has the whole batch."""
-    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",)), jax.sharding.PartitionSpec
-    module = modules.TransformerLayer(**SMALL, **CALM, use_bias=True)
-    with te.autocast(recipe=DELAYED):
-        variables = module.init(KEY, X)
-    mean = lambda v, x: (module.apply(v, x) ** 2).mean()  # noqa: E731
-    local = lambda v, x: jax.lax.pmean(mean(v, x), "data")  # noqa: E731
-    spread = jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())
-    with te.autocast(recipe=DELAYED):
-        wanted, grads = jax.jit(jax.value_and_grad(mean))(variables, X)
-    with te.autocast(recipe=DELAYED, mesh_resource=te.MeshResource(dp_resource="data")):
-        value, found = jax.jit(jax.value_and_grad(spread))(variables, X)
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(found["params"]), jax.tree.leaves(grads["params"]), strict=True):
-        near(a, b, 0.03)
-    for a, b in zip(jax.tree.leaves(found[STATES]), jax.tree.leaves(grads[STATES]), strict=True):
-        near(a, b, 0.02)
-
-
 def test_biases_by_distance() -> None:
     """T5's buckets: distances below 8 have one each, the others' borders lie at powers of the root of 2."""
     borders = [*range(1, 9), 12, 16, 23, 32, 46, 64, 91]

@@ -332,15 +332,8 @@ def scaling(world: World, record: Record, how: str) -> None:
     9,
     which=(0, *WHICH),
     kind=(
-        "forward",
-        "forward_pre",
-        "forward",
-        "forward_pre",
-        "full_backward",
-        "full_backward_pre",
-        "parameter",
-        "accumulated",
-        "everywhere",
+        *("forward", "forward_pre", "forward", "forward_pre", "full_backward", "full_backward_pre", "parameter"),
+        *("accumulated", "everywhere"),
     ),
     how=("look", "change", "look"),
 )

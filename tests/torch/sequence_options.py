@@ -31,28 +31,18 @@ KINDS = {
 }
 COMPOSED = ("Linears", "MultiheadAttention", "TransformerLayer")
 #: Of `Linear` and its kin, beside what a layer's options say.
-OF_LINEARS = {
-    "return_bias": (True,),
-    "parameters_split": (True,),
-    "delay_wgrad_compute": (True,),
-    "fuse_wgrad_accumulation": (True,),
-    "return_layernorm_output": (True,),
-    "checkpoint": (True,),
-    "save_original_input": (True,),
-}
+OF_LINEARS: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        "return_bias parameters_split delay_wgrad_compute fuse_wgrad_accumulation return_layernorm_output checkpoint "
+        "save_original_input"
+    ).split(),
+    (True,),
+)
 #: Of a call: what may differ from a plain one. A name is drawn with the probability of its place.
 OFTEN: dict[str, tuple[Any, ...]] = {
     "recipe": (0, 0, 0, 1),
     "backward": (
-        "drop",
-        "later",
-        "later",
-        "twice",
-        "input alone",
-        "first alone",
-        "one parameter",
-        "one input",
-        "inside",
+        *("drop", "later", "later", "twice", "input alone", "first alone", "one parameter", "one input", "inside"),
     ),
     "layout": ("transposed", "sliced", "stepped", "expanded", "shifted", "strided leaf", "no leaf", "Parameter"),
 }

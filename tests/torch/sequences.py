@@ -48,16 +48,6 @@ class Difference(NamedTuple):
         return f"step {self.step}: {self.said}"
 
 
-class Known(NamedTuple):
-    """A defect of the library that is known, and which differences it makes."""
-
-    reason: str
-    made: Callable[[Sequence, Difference], bool]
-
-
-KNOWN: dict[str, Known] = {}
-
-
 def draw(seed: int) -> Sequence:
     """The sequence of this seed."""
     changes = {name: (c.often, c.options) for name, c in sequence_changes.CHANGES.items()}
@@ -196,10 +186,6 @@ class Tally:
         self.counts["sequences that replay"] += bool(replayed)
         self.counts["errors in both runs"] += errors
         if found is None:
-            return
-        known = next((name for name, k in KNOWN.items() if k.made(sequence, found)), None)
-        if known is not None:
-            self.counts[f"known: {known}"] += 1
             return
         less = shortened(sequence, found.kind, self.limit)
         self.faults.append(f"{less}\n  {difference(less)[0] or f'not again; at first {found}'}\n  {less!r}")

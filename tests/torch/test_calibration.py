@@ -13,7 +13,7 @@ import te_torch as te
 from te_core.recipe import DelayedScaling, Format
 from tests.backends import devices
 from tests.covering import covering
-from tests.module_steps import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, on, values
+from tests.module_steps import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, on, step, values
 from tests.recipes import KINDS, RECIPES, rule
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
@@ -28,16 +28,6 @@ MARGIN = DelayedScaling(amax_history_len=4, margin=3, fp8_format=Format.E4M3, am
 def calibrate(module: Any, x: torch.Tensor, recipe: Any = RECIPE) -> Any:
     with te.autocast(enabled=False, calibrating=True, recipe=recipe):
         return module(x)
-
-
-def step(module: Any, x: torch.Tensor, region: Any) -> dict[str, torch.Tensor]:
-    leaf = x.clone().requires_grad_()
-    with region:
-        y = module(leaf)
-    y.backward(gradient_for(y))
-    found = {"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in module.named_parameters()}
-    module.zero_grad(set_to_none=True)
-    return found
 
 
 def maxima(module: Any, x: torch.Tensor) -> list[float]:
@@ -57,8 +47,11 @@ def slots(module: Any) -> list[int]:
     return [3 * gemm + slot for gemm in range(module.gemms) for slot in (0, 1)]
 
 
+recipes = pytest.mark.parametrize("recipe", [RECIPE, MARGIN], ids=["hybrid", "e4m3 margin"])
+
+
 @on_devices
-@pytest.mark.parametrize("recipe", [RECIPE, MARGIN], ids=["hybrid", "e4m3 margin"])
+@recipes
 @gemm_modules
 def test_high_precision_outside(kind: str, recipe: Any, device: str) -> None:
     """y and every gradient as without a region, bit for bit."""
@@ -73,32 +66,22 @@ def test_high_precision_outside(kind: str, recipe: Any, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("grad", [True, False])
+@recipes
 @gemm_modules
-def test_maxima_and_scales(kind: str, grad: bool, device: str) -> None:
+def test_maxima_and_scales(kind: str, recipe: Any, device: str) -> None:
     """Also under no_grad: a calibration run is an inference run."""
     module = make(kind, device)
     x = values(40, WIDTH, device=device, seed=1)
-    with torch.set_grad_enabled(grad):
-        calibrate(module, x)
+    with torch.set_grad_enabled(recipe is RECIPE):
+        calibrate(module, x, recipe)
     state = module.fp8_state
     wanted = torch.tensor(maxima(module, x), dtype=torch.float64)
     found = state.amax_history_fwd[-1][slots(module)].cpu().double()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
     scales = state.scale_fwd[slots(module)].cpu()
-    assert torch.equal(scales, torch.tensor(448.0) / found.float())
+    assert torch.equal(scales, torch.tensor(448.0 / 2**recipe.margin) / found.float())
     assert not state.amax_history_fwd[:-1].any() and (state.scale_fwd[2::3] == 1).all()
     assert (state.scale_bwd == 1).all() and not state.amax_history_bwd.any(), "gradients are not looked at"
-
-
-@on_devices
-@gemm_modules
-def test_margin_and_format(kind: str, device: str) -> None:
-    module = make(kind, device)
-    x = values(40, WIDTH, device=device, seed=1)
-    calibrate(module, x, MARGIN)
-    scales = module.fp8_state.scale_fwd[slots(module)].cpu().double()
-    torch.testing.assert_close(scales, 448 / 8 / torch.tensor(maxima(module, x)).double(), rtol=1e-5, atol=0)
 
 
 @on_devices
@@ -167,35 +150,24 @@ def last_bias(module: Any) -> torch.Tensor:
     return (module.fc2_bias if hasattr(module, "fc2_bias") else module.bias).detach()
 
 
-@on_devices
-@covering(kind=GEMM_MODULES, recipe=[n for n in RECIPES if not n.startswith("delayed")])
-def test_other_recipes_have_nothing_to_calibrate(kind: str, recipe: str, device: str) -> None:
-    module = make(kind, device, torch.bfloat16)
-    x = values(40, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
-    wanted = step(copy.deepcopy(module), x, te.autocast(enabled=False))
-    got = step(module, x, te.autocast(enabled=False, calibrating=True, recipe=rule(recipe)))
-    assert not differences(got, wanted) and module.fp8_state is None
+OTHERS = [name for name in RECIPES if not name.startswith("delayed")]
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ["delayed"])
-@gemm_modules
-def test_calibrating_an_enabled_region_changes_nothing(kind: str, recipe: str, device: str) -> None:
+@covering(
+    kind=GEMM_MODULES, case=[*(f"calibrating {name}" for name in OTHERS), *(f"off {name}" for name in KINDS), "on"]
+)
+def test_where_there_is_nothing_to_calibrate(kind: str, case: str, device: str) -> None:
+    """Other recipes have no history, a disabled region that calibrates nothing collects nothing, and in one that is
+    enabled `calibrating` changes nothing."""
+    how, _, recipe = case.partition(" ")
     module, other = (make(kind, device, torch.bfloat16) for _ in range(2))
     x = values(40, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
     for _ in range(2):
-        got = step(module, x, te.autocast(calibrating=True, recipe=RECIPE))
-        wanted = step(other, x, te.autocast(recipe=RECIPE))
-        assert not differences(got, wanted)
-    assert not differences(fp8_state(module), fp8_state(other))
-
-
-@on_devices
-@pytest.mark.parametrize("recipe", KINDS)
-def test_high_precision_inside_leaves_the_state(recipe: str, device: str) -> None:
-    """A disabled region that calibrates nothing collects nothing, in whatever recipe."""
-    module = make("Linear", device, torch.bfloat16)
-    x = values(40, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
-    with te.autocast(enabled=False, recipe=rule(recipe)):
-        module(x)
-    assert module.fp8_state is None
+        if how == "on":
+            around, plain = te.autocast(calibrating=True, recipe=RECIPE), te.autocast(recipe=RECIPE)
+        else:
+            around = te.autocast(enabled=False, calibrating=how == "calibrating", recipe=rule(recipe))
+            plain = te.autocast(enabled=False)
+        assert not differences(step(module, x, around), step(other, x, plain))
+    assert not differences(fp8_state(module), fp8_state(other)) and (module.fp8_state is None) == (how != "on")

@@ -1,59 +1,18 @@
-"""Scripts written for the documented package run on this one, unchanged."""
+"""Scripts written for the documented package run on this one, unchanged; and its module `jit`."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from te_core.errors import ArgumentError
 from tests.backends import devices
 from tests.programs import python
-
-# As such scripts are found in the wild; not one line of it knows this project.
-SCRIPT = """
-import sys
-import torch
-import transformer_engine.pytorch as te
-from transformer_engine.common import recipe
-from transformer_engine.common.recipe import DelayedScaling, Format
-
-class Net(torch.nn.Module):
-    def __init__(self, hidden):
-        super().__init__()
-        self.first = te.LayerNormLinear(hidden, 3 * hidden, params_dtype=torch.bfloat16)
-        self.second = te.Linear(3 * hidden, hidden, bias=True, params_dtype=torch.bfloat16)
-        self.mlp = te.LayerNormMLP(hidden, 4 * hidden, activation="swiglu", params_dtype=torch.bfloat16)
-        self.norm = te.RMSNorm(hidden, dtype=torch.bfloat16)
-
-    def forward(self, x):
-        x = x + self.second(self.first(x))
-        return self.norm(x + self.mlp(x))
-
-torch.manual_seed(1234)
-device = sys.argv[1]
-model = Net(64).to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
-x = torch.randn(4, 32, 64, dtype=torch.bfloat16, device=device)
-target = torch.randn(4, 32, 64, dtype=torch.bfloat16, device=device)
-losses = []
-for step in range(8):
-    optimizer.zero_grad()
-    with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
-        y = model(x)
-    loss = torch.nn.functional.mse_loss(y.float(), target.float())
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
-assert losses[-1] < losses[0] - 0.01, losses
-torch.save(model.state_dict(), sys.argv[2])
-again = Net(64).to(device)
-again.load_state_dict(torch.load(sys.argv[2], weights_only=True))
-with torch.no_grad(), te.autocast(recipe=fp8_recipe):
-    assert torch.equal(again(x), model(x))
-assert y.device.type == device
-print("trained", type(model.first).__module__)
-"""
 
 START = """
 import runpy
@@ -63,6 +22,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+# As such scripts are found in the wild; not one line of it knows this project.
 TRANSFORMER = """
 import sys
 import torch
@@ -119,10 +79,9 @@ print("trained", type(model.layers[0]).__module__)
 """
 
 
-@pytest.mark.parametrize("script", [SCRIPT, TRANSFORMER], ids=["modules", "transformer"])
 @pytest.mark.parametrize("device", devices())
-def test_a_training_script(device: str, script: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(script)
+def test_a_training_script(device: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRANSFORMER)
     done = python(START, str(tmp_path / "train.py"), device, str(tmp_path / "model.pt"))
     assert done.returncode == 0 and "trained transformer_engine.pytorch." in done.stdout, done.stderr[-2000:]
 
@@ -168,26 +127,7 @@ print("ok")
 
 
 ATTENTION = """
-import importlib
 import te_torch.compat
-documented = {
-    "pytorch": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding TransformerLayer",
-    "pytorch.attention": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding"
-    " apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
-    "pytorch.attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
-    "pytorch.attention.inference": "InferenceParams KVCacheManager NonPagedKVCacheManager PagedKVCacheManager",
-    "pytorch.attention.dot_product_attention": "DotProductAttention _attention_backends",
-    "pytorch.attention.dot_product_attention.utils": "get_qkv_layout get_qkv_format get_cu_seqlens"
-    " get_cu_seqlens_and_indices get_full_cu_seqlens get_padding_mask get_full_mask get_alibi check_set_window_size"
-    " get_attention_backend AttentionParams FlashAttentionUtils QKVLayouts",
-    "pytorch.attention.dot_product_attention.softmax": "FusedScaleMaskSoftmax",
-    "pytorch.transformer": "TransformerLayer",
-    "pytorch.constants": "AttnMaskTypes AttnTypes AttnBiasTypes QKVLayouts LayerTypes",
-}
-for path, names in documented.items():
-    module = importlib.import_module(f"transformer_engine.{path}")
-    for name in names.split():
-        getattr(module, name)
 import transformer_engine.pytorch as te
 assert te.attention.dot_product_attention.DotProductAttention is te.DotProductAttention
 assert te.attention.DotProductAttention is te.DotProductAttention
@@ -246,3 +186,72 @@ def test_the_real_package_is_left_alone(tmp_path: Path) -> None:
 def test_importing_te_torch_claims_no_name() -> None:
     done = python("import te_torch\nassert 'transformer_engine' not in sys.modules\nprint('ok')")
     assert "ok" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.fixture
+def jit() -> Iterator[Any]:
+    """Without the alias: classes say where they are of."""
+    import te_torch.compat
+
+    te_torch.compat.uninstall()
+    from te_torch.compat import jit
+
+    yield jit
+
+
+def graphs(call: Callable[..., Any], *args: Any) -> tuple[int, list[str]]:
+    """In how many programs a function compiles, and what was warned of."""
+    count = 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal count
+        count += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.compile(call, backend=backend)(*args)
+    return count, [str(w.message) for w in seen if "Falling back" in str(w.message)]
+
+
+def test_functions_that_compilers_leave_out(jit: Any) -> None:
+    traced = []
+
+    def twice(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return x * by
+
+    x = torch.randn(4)
+    plain, out = (lambda x: twice(x + 1) - 1), jit.no_torch_dynamo()(twice)
+    assert out.__name__ == "twice" and torch.equal(out(x), 2 * x)
+    assert graphs(plain, x) == (1, [])
+    traced.clear()
+    assert graphs(lambda x: out(x + 1) - 1, x) == (2, []), "before it and behind it"
+    assert traced == [False]
+
+
+def test_calls_that_compilers_leave_out(jit: Any) -> None:
+    asked = lambda call: "by 3 it is not traced" if call.get("by") == 3.0 else None  # noqa: E731
+
+    @jit.no_torch_dynamo(when=asked)
+    def times(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+        return x * by
+
+    x = torch.randn(4)
+    assert torch.equal(times(x, 3.0), 3 * x)
+    assert graphs(lambda x: times(x + 1) - 1, x) == (1, [])
+    count, said = graphs(lambda x: times(x + 1, by=3.0) - 1, x)
+    assert count == 2 and {text.partition(": ")[2] for text in said} == {"by 3 it is not traced"}
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(lambda x: times(x, 3.0), backend="eager", fullgraph=True)(x)
+    with pytest.raises(ArgumentError, match="named arguments"):
+        jit.no_torch_dynamo(when=asked)(lambda *args: args)
+
+
+def test_functions_of_layers(jit: Any) -> None:
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    norm = x.float() / (x.float().square().sum(-1, keepdim=True) + 0.1).sqrt()
+    torch.testing.assert_close(jit.l2normalization_fused(x, 0.1), norm.bfloat16())
+    assert jit.set_jit_fusion_options() is None
+    assert jit.warmup_jit_bias_gelu_all_dtypes(64, 32, 2) is None

@@ -6,12 +6,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
+import te_torch as te
+from te_torch import constants as c
 from tests.backends import devices, more_without_gpu
 from tests.covering import covering
 from tests.programs import python
 
 DATA = Path(__file__).resolve().parents[1] / "data"
+AS_MAIN = "import runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def runs(code: str, *arguments: str, path: str = "", fresh: bool = False) -> str:
@@ -57,10 +61,6 @@ print("ok")
 """
 
 
-def test_modules_have_specs_files_and_paths() -> None:
-    assert "ok" in runs(SPECS)
-
-
 METADATA = """
 from importlib import metadata
 names = ("transformer-engine", "transformer_engine", "Transformer.Engine")
@@ -91,11 +91,6 @@ print("ok")
 """
 
 
-@more_without_gpu
-def test_metadata_while_it_is_installed() -> None:
-    assert "ok" in runs(METADATA)
-
-
 UNINSTALL = """
 import inspect, sys, pickle
 from importlib.util import find_spec
@@ -117,10 +112,6 @@ import transformer_engine.pytorch as te
 assert te.Linear is te_torch.Linear and te.Linear.__module__ == "transformer_engine.pytorch.module.linear"
 print("ok")
 """
-
-
-def test_nothing_is_left_after_uninstalling() -> None:
-    assert "ok" in runs(UNINSTALL)
 
 
 CLASSES = """
@@ -159,10 +150,6 @@ class Mine(te.Linear): pass
 assert Mine.__module__ == "__main__"
 print("ok")
 """
-
-
-def test_classes_say_the_documented_module() -> None:
-    assert "ok" in runs(CLASSES)
 
 
 # One object of every kind, through pickle's protocols, torch.save, copies.
@@ -252,9 +239,8 @@ print("ok")
 def test_pickles_name_our_modules(writer: str, reader: str, tmp_path: Path) -> None:
     """Whatever a class says: files move between processes with the alias and without."""
     (tmp_path / "main.py").write_text(PICKLES)
-    run = "import runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     for who, what in ((writer, "write"), (reader, "read")):
-        assert "ok" in runs(run, str(tmp_path / "main.py"), who, what, str(tmp_path / "all.pt"))
+        assert "ok" in runs(AS_MAIN, str(tmp_path / "main.py"), who, what, str(tmp_path / "all.pt"))
 
 
 SPAWN = """
@@ -293,8 +279,7 @@ if __name__ == "__main__":
 
 def test_modules_go_to_spawned_processes(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(SPAWN)
-    run = "import runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    assert "ok" in runs(run, str(tmp_path / "main.py"))
+    assert "ok" in runs(AS_MAIN, str(tmp_path / "main.py"))
 
 
 NAMES = """
@@ -461,10 +446,6 @@ print("ok")
 """
 
 
-def test_names_that_annotations_need_can_be_imported() -> None:
-    assert "ok" in runs(STAND_INS)
-
-
 OTHERS = """
 import te_torch.compat
 import transformer_engine_torch, nvdlfw_inspect
@@ -492,10 +473,6 @@ with warnings.catch_warnings(record=True) as seen:
 assert [str(w.message) for w in seen if "peft" in str(w.message)], seen
 print("ok")
 """
-
-
-def test_a_program_that_was_imported_first_is_named() -> None:
-    assert "ok" in runs(LATE)
 
 
 RECIPES = """
@@ -530,41 +507,40 @@ print("ok")
 """
 
 
-def test_keywords_of_older_releases_and_other_recipes_are_dropped_with_a_warning() -> None:
-    assert "ok" in runs(f"__file__ = '<string>'\n{RECIPES}")
+PROGRAMS = {
+    "modules have specs, files and paths": SPECS,
+    "metadata while it is installed": METADATA,
+    "nothing is left after uninstalling": UNINSTALL,
+    "classes say the documented module": CLASSES,
+    "names that annotations need can be imported": STAND_INS,
+    "a program that was imported first is named": LATE,
+    "keywords of older releases and other recipes are dropped with a warning": f"__file__ = '<string>'\n{RECIPES}",
+}
 
 
-GATED = """
-import torch
-import te_torch as te
-gate, linear = torch.arange(12.).view(6, 2), -torch.arange(12.).view(6, 2) - 1
-both = torch.cat([gate, linear])
-turned = te.interleave_glu_tensor(both, 2)
-assert torch.equal(turned, torch.cat([gate[:2], linear[:2], gate[2:4], linear[2:4], gate[4:], linear[4:]]))
-assert torch.equal(te.deinterleave_glu_tensor(turned, 2), both)
-assert torch.equal(te.interleave_glu_tensor(both, 6), both) and te.interleave_glu_tensor(both[:0], 4).shape == (0, 2)
-for size in (0, -1, 4):
-    for turn in (te.interleave_glu_tensor, te.deinterleave_glu_tensor):
-        try:
-            turn(both, size)
-        except ValueError as error:
-            assert "interleave_size" in str(error)
-        else:
-            raise AssertionError(size)
-print("ok")
-"""
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=more_without_gpu if n.startswith("metadata") else ()) for n in PROGRAMS]
+)
+def test_programs(name: str) -> None:
+    assert "ok" in runs(PROGRAMS[name])
 
 
 def test_the_order_of_gated_weights() -> None:
-    assert "ok" in runs(GATED)
+    gate, linear = torch.arange(12.0).view(6, 2), -torch.arange(12.0).view(6, 2) - 1
+    both = torch.cat([gate, linear])
+    turned = te.interleave_glu_tensor(both, 2)
+    assert torch.equal(turned, torch.cat([gate[:2], linear[:2], gate[2:4], linear[2:4], gate[4:], linear[4:]]))
+    assert torch.equal(te.deinterleave_glu_tensor(turned, 2), both)
+    assert torch.equal(te.interleave_glu_tensor(both, 6), both)
+    assert te.interleave_glu_tensor(both[:0], 4).shape == (0, 2)
+    for size in (0, -1, 4):
+        for turn in (te.interleave_glu_tensor, te.deinterleave_glu_tensor):
+            with pytest.raises(ValueError, match="interleave_size"):
+                turn(both, size)
 
 
 @pytest.mark.parametrize("device", devices())
 def test_constants(device: str) -> None:
-    import torch
-
-    from te_torch import constants as c
-
     assert c.dist_group_type is torch.distributed.ProcessGroup
     assert vars(c.FP8FwdTensorIdx)["GEMM1_INPUT"] == 0 and c.FP8FwdTensorIdx.GEMM3_OUTPUT == 8
     assert c.FP8BwdTensorIdx.GRAD_OUTPUT1 == 0 and c.FP8BwdTensorIdx.GRAD_INPUT3 == 5

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_torch.debug import bisect, bisection
 from te_torch.debug.bisection import GEMMS, _Search, _Steps
 from te_torch.debug.snapshot import Snapshot
@@ -115,40 +115,6 @@ def test_a_step_that_differs_from_run_to_run_is_refused() -> None:
     with pytest.raises(ArgumentError, match="gives another result when it is run again"):
         bisect(lambda m: one(m) and float(next(count)), net, compare="loss", progress=False)
     assert net[0].up.inspector is None
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"level": "tensor"}, "'gemm' or 'layer'"),
-        ({"compare": "norm"}, "'loss', 'gradients' or None"),
-        ({"tolerance": float("nan")}, "a number >= 0"),
-        ({"layers": "nowhere"}, "0.up, 0.down"),
-        ({"restore": [3]}, "state_dict and load_state_dict"),
-        ({"restore": 3}, "state_dict and load_state_dict"),
-        ({"tolerance": "a"}, "a number >= 0"),
-        ({"layers": 5}, "layers=5.*a list"),
-        ({"layers": "("}, r"layers=\['\('\] \(.*a regular expression"),
-        ({"layers": [5]}, r"layers=\[5\] \(.*a regular expression"),
-    ],
-)
-def test_wrong_arguments(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
-        bisect(planted.step_of("current"), planted.model(), progress=False, **given)
-
-
-def test_wrong_steps_and_models() -> None:
-    net = planted.model()
-    with pytest.raises(ArgumentError, match="step_fn=5.*a function of the model"):
-        bisect(5, net, progress=False)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="returned NoneType"):
-        bisect(lambda m: None, net, progress=False)
-    with pytest.raises(ArgumentError, match="left no gradients"):
-        bisect(lambda m: 1.0, net, compare="gradients", progress=False)
-    with pytest.raises(ArgumentError, match="no number in high precision either"):
-        bisect(lambda m: float("nan"), net, progress=False)
-    with pytest.raises(UnsupportedError, match="compiled"):
-        bisect(planted.step_of(None), torch.compile(net, backend="eager"), progress=False)
 
 
 class Off:

@@ -14,7 +14,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -70,31 +69,6 @@ def build(case: str, params: dict[str, torch.Tensor], width: int) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- what it holds
-
-
-@pytest.mark.parametrize(("case", "recipe"), MODULES)
-def test_values_by_the_formula(case: str, recipe: str) -> None:
-    """After three equal steps: scale = fp8_max 2^-margin / amax, and the newest rows of the history hold the amax."""
-    rule, (params, x, dy) = RECIPES[recipe], golden(case, recipe)
-    read = read_extra_state(entry(case, recipe))
-    slots = {("fwd", 1): params["fc1_weight" if "fc1_weight" in params else "weight"], ("bwd", 0): dy}
-    if case == "Linear":
-        slots["fwd", 0] = x
-    elif "fc2_weight" in params:
-        slots["fwd", 4] = params["fc2_weight"]
-        slots["bwd", 2] = slots.pop(("bwd", 0))
-    gemms = 2 if "fc2_weight" in params else 1
-    length = rule.amax_history_len
-    assert read["amax_history_fwd"].shape == (length, 3 * gemms)
-    assert read["amax_history_bwd"].shape == (length, 2 * gemms)
-    for (direction, slot), tensor in slots.items():
-        amax = tensor.abs().max()
-        top = 57344 if direction == "bwd" and rule.fp8_format is Format.HYBRID else 448
-        assert read[f"scale_{direction}"][slot] == torch.tensor(top * 2.0**-rule.margin) / amax
-        rows = [0.0] * length
-        for row in range(max(1, length - 3), length):
-            rows[row] = amax.item()
-        assert read[f"amax_history_{direction}"][:, slot].tolist() == rows
 
 
 def test_every_entry_is_read() -> None:
@@ -474,27 +448,3 @@ def test_a_compressed_zip_is_not_unpacked() -> None:
             archive.writestr(info.filename, bytes(1 << 20) if "/data/" in info.filename else source.read(info))
     with pytest.raises(ArgumentError, match="a compressed file"):
         read_extra_state(target)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [{}, "text", 3, np.zeros(4, np.uint8), torch.ones(4), torch.ones(2, 2, dtype=torch.uint8)],
-    ids=["dict", "str", "int", "array", "float tensor", "matrix"],
-)
-def test_unknown_forms(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"_extra_state.*To do: delete"):
-        read_extra_state(value)
-
-
-def test_random_bytes_are_refused_or_read() -> None:
-    """Each byte of an honest entry replaced in turn: an error of ours, or tensors; nothing else comes out."""
-    honest = entry("Linear", "delayed_e4m3").numpy().tobytes()
-    generator = np.random.default_rng(0)
-    for at in range(0, len(honest), 3):
-        changed = bytearray(honest)
-        changed[at] = generator.integers(256)
-        try:
-            read = read_extra_state(bytes(changed))
-        except ArgumentError:
-            continue
-        assert read is None or set(read) == set(KEYS)

@@ -39,12 +39,6 @@ def test_mutations_of_honest_entries(count: int) -> None:
     assert slowest < 2 and grown(before) < 128 * MIB
 
 
-def test_the_mutations_of_a_seed_are_the_same() -> None:
-    first = list(broken_entries.broken(40, seed=3))
-    assert first == list(broken_entries.broken(40, seed=3)) != list(broken_entries.broken(40, seed=4))
-    assert {name for name, _ in first} == set(broken_entries.seeds())
-
-
 @pytest.mark.parametrize("count", [400, pytest.param(1500, marks=pytest.mark.full)])
 def test_what_is_read_of_a_mutation_loads_or_is_refused(count: int) -> None:
     """Above the reader: shapes of another module, or values that are no scales."""

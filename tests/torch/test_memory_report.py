@@ -9,44 +9,15 @@ import torch
 from torch import nn
 
 import te_torch as te
-from te_core import dtypes, ops
+import te_torch.tensors as T
 from te_core.errors import ArgumentError
-from te_core.quantized import Cast, Format
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch.listing import table
-from te_torch.runtime import runtime_for, to_core
 from te_torch.tools.memory_report import OUTSIDE, measure_saved, memory_report
 from tests.backends import devices
 from tests.module_steps import values
 
 on_devices = pytest.mark.parametrize("device", devices())
-
-
-class Held(torch.Tensor):
-    """A parameter held quantized, as far as the report looks at it: no memory of its own, copies behind to_core()."""
-
-    @staticmethod
-    def __new__(cls, q: Any, pair: Any = None) -> Held:
-        held = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.bfloat16)
-        held.q, held.pair = q, pair
-        if pair is not None:
-            held.to_core_pair = lambda: pair
-        return held
-
-    def to_core(self) -> Any:
-        assert self.pair is None
-        return self.q
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Held(args[0].q, args[0].pair)
-        raise NotImplementedError(func)
-
-
-def quantized(shape: tuple[int, int], form: Format, device: str = "cpu", columnwise: bool = True) -> Any:
-    x = values(*shape, device=device, dtype=torch.bfloat16)
-    return ops.quantize(runtime_for(x), to_core(x), Cast(form, rowwise=True, columnwise=columnwise))
 
 
 def totals(report: Any) -> dict[str, int]:
@@ -90,45 +61,56 @@ def test_fp8_state(device: str) -> None:
     assert report.layers == {"mlp": {"parameters": 2048, "fp8_state": 4 * slots * (2 + 6)}}
 
 
-E4M3 = dtypes.float8_e4m3
+E4M3 = T.DType.kFloat8E4M3
+TENSOR = T.Float8CurrentScalingQuantizer(E4M3)
 #: Per copy of [32, 48]: data bytes, scale bytes; by hand from te_core.quantized's table of layouts.
-FORMATS = {
-    "tensor": (Format(E4M3), (32 * 48, 0), (48 * 32, 0), 4),  # one scale for both copies
-    "block": (Format(E4M3, "block"), (32 * 48, 32 * 4), (48 * 32, 48 * 4), 0),
-    "tiled": (Format(E4M3, "block", tiled=True), (32 * 48, 4 * 4), (48 * 32, 4 * 4), 0),
-    "mxfp8": (Format(E4M3, "mxfp8"), (32 * 64, 128 * 4), (32 * 64, 4 * 128), 0),
-    "nvfp4": (Format(dtypes.float4_e2m1, "nvfp4"), (32 * 24, 128 * 4 + 4), (48 * 16, 128 * 4 + 4), 0),
+FORMATS: dict[str, tuple[Any, tuple[int, int], tuple[int, int], int]] = {
+    "tensor": (TENSOR, (32 * 48, 0), (48 * 32, 0), 4),  # one scale for both copies
+    "block": (
+        T.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+        (32 * 48, 32 * 4),
+        (48 * 32, 48 * 4),
+        0,
+    ),
+    "tiled": (T.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True), (32 * 48, 4 * 4), (48 * 32, 4 * 4), 0),
+    "mxfp8": (T.MXFP8Quantizer(E4M3), (32 * 64, 128 * 4), (32 * 64, 4 * 128), 0),
+    "nvfp4": (T.NVFP4Quantizer(), (32 * 24, 128 * 4 + 4), (48 * 16, 128 * 4 + 4), 0),
 }
+
+
+def held(quantizer: Any, device: str = "cpu", columnwise: bool = True) -> nn.Module:
+    """A module with a quantized parameter."""
+    model, quantizer = nn.Module(), quantizer.copy()
+    quantizer.set_usage(columnwise=columnwise)
+    weight = quantizer(values(32, 48, device=device, dtype=torch.bfloat16))
+    model.register_parameter("weight", nn.Parameter(weight, False))
+    return model
 
 
 @on_devices
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("columnwise", [True, False])
 def test_quantized_parameters(name: str, columnwise: bool, device: str) -> None:
-    form, row, column, common = FORMATS[name]
-    model = nn.Module()
-    model.register_parameter("weight", nn.Parameter(Held(quantized((32, 48), form, device, columnwise)), False))
+    quantizer, row, column, common = FORMATS[name]
     expected = {"rowwise": row[0], "scales": row[1] + common}
     if columnwise:
         expected["columnwise"] = column[0]
         expected["scales"] += column[1]
-    assert memory_report(model).layers == {"": expected}
+    assert memory_report(held(quantizer, device, columnwise)).layers == {"": expected}
 
 
 def test_copies_of_two_kinds() -> None:
     """A rowwise copy alone, and high precision for backward; neither is a saved activation."""
-    narrow, whole = quantized((32, 48), Format(E4M3), columnwise=False), values(32, 48)
-    model = nn.Module()
-    model.register_parameter("weight", nn.Parameter(Held(narrow, (narrow, to_core(whole))), False))
-    assert memory_report(model).layers == {"": {"rowwise": 32 * 48, "scales": 4, "parameters": 4 * 32 * 48}}
+    model = held(T.HybridQuantizer(rowwise_quantizer=TENSOR.copy(), columnwise_quantizer=T.IdentityQuantizer()))
+    assert memory_report(model).layers == {"": {"rowwise": 32 * 48, "scales": 4, "parameters": 2 * 32 * 48}}
     with measure_saved(model) as saved:
-        values(32, 48, seed=1).requires_grad_() * whole
+        values(32, 48, seed=1).requires_grad_() * model.weight
     assert saved.total == 0
 
 
 def test_cached_weights() -> None:
     model = nn.ModuleDict({"l": nn.Linear(48, 32, bias=False)})
-    model["l"]._weight_cache = {"weight": Held(quantized((32, 48), Format(E4M3)))}
+    model["l"]._weight_cache = {"weight": held(TENSOR).weight}
     assert memory_report(model).layers == {"l": {"parameters": 4 * 32 * 48, "cached_weights": 2 * 32 * 48 + 4}}
 
 

@@ -11,7 +11,7 @@ import torch
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling
-from tests import recipes
+from tests import module_steps, recipes
 from tests.backends import devices, requires_cuda
 from tests.covering import covering
 from tests.module_steps import differences
@@ -48,14 +48,7 @@ def linear(device: str) -> te.Linear:
 
 
 def step(module: Any, x: torch.Tensor, dy: torch.Tensor, recipe: str | None, **options: Any) -> dict[str, torch.Tensor]:
-    x = x.clone().requires_grad_()
-    with recipes.region(recipe, **options):
-        y = module(x)
-    y.backward(dy)
-    found = {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in module.named_parameters()}}
-    for p in module.parameters():
-        p.grad = None
-    return found
+    return module_steps.step(module, x, recipes.region(recipe, **options), dy=dy)
 
 
 @on_devices

@@ -14,8 +14,6 @@ import torch
 from torch._decomp import decomposition_table
 
 import te_torch as te
-from te_core.layers.inspector import Inspector
-from te_core.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 from te_torch.export.mode import exporting as mode
 from te_torch.export.operators import fp8_quantize, held_values, mxfp8_dequantize, mxfp8_quantize, power_of_two
 from te_torch.training.export import assert_warmed_up, is_in_onnx_export_mode, te_translation_table
@@ -63,7 +61,8 @@ ORDER = (
 
 
 @covering(
-    name=[*ORDER, *(name for name in PRODUCTS if name not in ORDER)], kind=("delayed", "high", "current", "mxfp8")
+    name=[*ORDER, *(name for name in PRODUCTS if name not in ORDER)],
+    kind=("delayed", "high", "current", "mxfp8", "delayed e4m3", "current pow2", "mxfp8 tiled"),
 )
 def test_a_module_is_exported_as_it_computes(name: str, kind: str) -> None:
     program, args, named, wanted = traced(name, RECIPES[kind])
@@ -85,12 +84,6 @@ def test_attention_and_the_rest(name: str) -> None:
     with exporting(None):
         for value, reference in zip(listed(module(*args, **named)), wanted, strict=True):
             close(value.detach(), reference, 2e-6)
-
-
-@pytest.mark.parametrize("recipe", ["delayed e4m3", "current pow2", "mxfp8 tiled"])
-def test_options_of_recipes(recipe: str) -> None:
-    program, args, named, wanted = traced("Linear of odd sizes", RECIPES[recipe])
-    close(program.module()(*args, **named).detach(), wanted[0], 2e-6)
 
 
 @covering(kind=KINDS, dtype=[torch.float16, torch.bfloat16])
@@ -242,70 +235,6 @@ def test_weights_held_quantized() -> None:
 # -------------------------------------------------------------------------------------------------- what is refused
 
 
-def _linear(recipe: Any, **changes: Any) -> Any:
-    def run() -> None:
-        module = te.Linear(64, 64, device="cpu").eval()
-        module.__dict__.update(changes)
-        with exporting(recipe):
-            module(torch.randn(32, 64))
-
-    return run
-
-
-def _attend(**options: Any) -> Any:
-    def run() -> None:
-        q = torch.randn(6, 2, 4, 16)
-        with exporting(None):
-            te.DotProductAttention(4, 16, attention_dropout=options.pop("p", 0.0)).train()(q, q, q, **options)
-
-    return run
-
-
-def _grouped() -> None:
-    with exporting(None):
-        te.GroupedLinear(2, 64, 64, device="cpu")(torch.randn(8, 64), torch.tensor([4, 4]))
-
-
-def _cached() -> None:
-    cache = te.InferenceParams(2, 8)
-    with exporting(None):
-        q = torch.randn(1, 2, 4, 16)
-        te.DotProductAttention(4, 16, attn_mask_type="padding_causal")(q, q, q, inference_params=cache)
-
-
-class Looking(Inspector):
-    request = frozenset({("fprop", "activation")})
-
-
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "block": (_linear(Float8BlockScaling()), NotImplementedError, "float8_e4m3 1x128.*choose|export in one of"),
-    "nvfp4": (_linear(NVFP4BlockScaling()), NotImplementedError, "float4_e2m1.*export in one of these recipes"),
-    "custom": (_linear(CustomRecipe(qfactory=lambda role: None)), NotImplementedError, "CustomRecipe, whose factory"),
-    "inspector": (_linear(None, inspector=Looking()), NotImplementedError, "module.inspector = None"),
-    "never run": (_linear(DelayedScaling()), AssertionError, "Linear, which has not run yet.*call the model once"),
-    "dropout": (_attend(p=0.1), NotImplementedError, r"call model.eval\(\) before"),
-    "splits": (_grouped, NotImplementedError, "m_splits in a tensor.*pass a list"),
-    "cache": (_cached, NotImplementedError, "inference_params"),
-    "enabled": (lambda: te.onnx_export(1).__enter__(), ValueError, r"onnx_export\(enabled=True\)"),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_has_no_form_says_so_in_one_sentence(what: str) -> None:
-    run, error, says = REFUSED[what]
-    with pytest.raises(error, match=says) as raised:
-        run()
-    assert "To do: " in str(raised.value) and str(raised.value).endswith(".")
-    assert not is_in_onnx_export_mode()
-
-
-def test_fp8_output_is_not_handed_over() -> None:
-    recipe = Float8CurrentScaling()
-    module = te.Linear(64, 64, device="cpu").eval()
-    with exporting(recipe), pytest.raises(NotImplementedError, match="fp8_output"):
-        module(torch.randn(32, 64), fp8_output=True)
-
-
 @pytest.mark.more
 def test_packages_that_are_missing_are_named() -> None:
     """By torch's exporter, whose packages they are; the context itself needs none."""
@@ -341,11 +270,9 @@ def test_an_opset_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warmed_up() -> None:
-    model = torch.nn.Sequential(te.Linear(8, 8, device="cpu"), torch.nn.ReLU())
-    with pytest.raises(AssertionError, match="which has not run yet"):
-        assert_warmed_up(model)
-    model(torch.randn(2, 8))
-    assert_warmed_up(model)
+    module = te.Linear(8, 8, device="cpu")
+    module(torch.randn(2, 8))
+    assert_warmed_up(torch.nn.Sequential(module, torch.nn.ReLU()))
 
 
 # --------------------------------------------------------------------------------------------------------- on a GPU

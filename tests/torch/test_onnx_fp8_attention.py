@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core.layers.inspector import Inspector
-from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.attention import choose
 from te_torch.export.handed import Handed
 from tests.backends import requires_cuda
@@ -132,16 +130,6 @@ def test_scales_are_those_of_the_state() -> None:
                 after = module(*args)[0]
 
 
-def test_an_export_leaves_the_state_alone() -> None:
-    recipe = FP8_ATTENTION["delayed mha"]
-    module, args, _ = made(PRODUCTS["MultiheadAttention"], recipe)
-    before = {name: t.clone() for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
-    with exporting(recipe):
-        torch.export.export(module, args)
-    after = module.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 WIDER: dict[str, Any] = {"TransformerLayer with GQA": (), "padding": (torch.zeros(3, 1, 1, 9).bool(),)}
 
 
@@ -212,67 +200,6 @@ def test_what_is_handed_over_is_a_tensor_to_modules() -> None:
     assert (t.shape, t.ndim, t.dtype, t.device.type) == ((2, 3, 16), 3, torch.bfloat16, "cpu")
     assert t.is_floating_point() and not t.is_cuda and not t.requires_grad and t.to(torch.float16) is t
     assert t.view(6, 16).shape == (6, 16) and t.dequantize().dtype == torch.bfloat16
-
-
-# -------------------------------------------------------------------------------------------------- what is refused
-
-
-def attend(recipe: Any, warm: bool = False, change: Any = None, options: Any = None, **call: Any) -> None:
-    q = torch.randn(6, 2, HEADS, 16)
-    module = te.DotProductAttention(HEADS, 16, **(options or {})).eval()
-    if warm:
-        with torch.no_grad(), region(recipe):
-            module(q, q, q)
-    if change is not None:
-        change(module)
-    with exporting(recipe):
-        module(q, q, q, **call)
-
-
-class Looking(Inspector):
-    request = frozenset({("fprop", "q")})
-
-
-DELAYED, CURRENT = DelayedScaling(fp8_dpa=True), Float8CurrentScaling(fp8_dpa=True)
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "mxfp8": ({"recipe": MXFP8BlockScaling(fp8_dpa=True)}, NotImplementedError, "not mxfp8.*fp8_dpa=False"),
-    "learnable": ({"recipe": DELAYED, "options": {"softmax_type": "learnable"}}, NotImplementedError, "learnable"),
-    "largest": ({"recipe": CURRENT, "options": {"return_max_logit": True}}, NotImplementedError, "has no max_logit"),
-    "never run": ({"recipe": CURRENT}, AssertionError, "DotProductAttention, which has not run yet.*call the model"),
-    "fp8_output": (
-        {"recipe": DELAYED, "warm": True, "fp8_output": True},
-        NotImplementedError,
-        "outside of a Multihead",
-    ),
-    "inspector": (
-        {"recipe": DELAYED, "warm": True, "change": lambda m: setattr(m, "inspector", Looking())},
-        NotImplementedError,
-        "module.inspector = None",
-    ),
-    "no backend": (
-        {
-            "recipe": DELAYED,
-            "warm": True,
-            "core_attention_bias_type": "post_scale_bias",
-            "core_attention_bias": torch.ones(1, HEADS, 6, 6),
-        },
-        ValueError,
-        "takes no bias",
-    ),
-    "custom": (
-        {"recipe": CustomRecipe(qfactory=lambda role: None, fp8_dpa=True)},
-        NotImplementedError,
-        "CustomRecipe, whose factory",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_has_no_form_says_so_in_one_sentence(what: str) -> None:
-    call, error, says = REFUSED[what]
-    with pytest.raises(error, match=says) as raised:
-        attend(**call)
-    assert "To do: " in str(raised.value) and str(raised.value).endswith(".")
 
 
 # --------------------------------------------------------------------------------------------------------- on a GPU

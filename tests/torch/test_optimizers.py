@@ -1,4 +1,4 @@
-"""FusedAdam, FusedSGD and the functions on lists of tensors beside torch's optimizers in float64."""
+"""FusedAdam, FusedSGD and the functions on lists of tensors beside torch's optimizers in float64, and mistakes."""
 
 from __future__ import annotations
 
@@ -566,13 +566,61 @@ def test_adam_and_sgd_on_lists(device: str) -> None:
     assert float(scale) == 128 and float(inverse) == 1 / 128
 
 
-def test_the_documented_path() -> None:
-    import te_torch.compat
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps", "momentum"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1e-3", None, True])
+def test_numbers(name: str, value: Any) -> None:
+    """Refused where they come in: by the optimizer, in a group, in a state dict, and by the step if changed later."""
+    (p, *_) = parameters(F32, "cpu")
+    make: Any = opt.FusedSGD if name == "momentum" else opt.FusedAdam
+    with pytest.raises(ArgumentError, match=name):
+        make([p], **{"lr": 0.1, name: value})
+    mine = make([p], lr=0.1)
+    with pytest.raises(ArgumentError, match=name):
+        mine.add_param_group({"params": parameters(F32, "cpu"), name: value})
+    assert len(mine.param_groups) == 1
+    saved = mine.state_dict()
+    saved["param_groups"][0][name] = value
+    with pytest.raises(ArgumentError, match=name):
+        mine.load_state_dict(saved)
+    mine.param_groups[0][name] = value
+    p.grad = torch.ones_like(p)
+    before = p.detach().clone()
+    with pytest.raises(ArgumentError, match=name):
+        mine.step()
+    assert torch.equal(p, before)
 
-    te_torch.compat.install()
-    try:
-        from transformer_engine.pytorch.optimizers import FusedAdam, multi_tensor_applier
 
-        assert FusedAdam is opt.FusedAdam and multi_tensor_applier is opt.multi_tensor_applier
-    finally:
-        te_torch.compat.uninstall()
+def test_a_scaler_that_is_off_is_none() -> None:
+    params = parameters(F32, "cpu")
+    give(params, 0)
+    mine = opt.FusedAdam(params)
+    mine.step(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert mine.param_groups[0]["step"] == 1
+
+
+def test_a_state_of_another_model() -> None:
+    """Refused with what differs, before anything is changed."""
+    params = parameters(F32, "cpu")
+    mine = opt.FusedAdam(params)
+    give(params, 0)
+    mine.step()
+    saved = mine.state_dict()
+    before = copy.deepcopy(saved)
+    torch_state = torch.optim.AdamW(parameters(F32, "cpu")).state_dict()
+    short = {**saved, "param_groups": [{**saved["param_groups"][0], "params": [0, 1]}]}
+    turned = {**saved, "state": {**saved["state"], 0: {**saved["state"][0], "exp_avg": torch.zeros(24, 16)}}}
+    foreign = {**saved, "state": {0: {"step": torch.tensor(1.0)}}}
+    halves = {**saved, "state": {0: {"master_param": torch.zeros(16, 24, dtype=torch.int16)}}}
+    for state, match in (
+        (short, r"groups of \[2\]"),
+        (turned, r"exp_avg of parameter 0.*\(24, 16\)"),
+        (foreign, "from_torch_adamw"),
+        (halves, "store_param_remainders"),
+        ({}, "'param_groups'"),
+        ([], "a list"),
+    ):
+        with pytest.raises(ArgumentError, match=match):
+            mine.load_state_dict(state)
+    after = mine.state_dict()
+    assert after["param_groups"] == before["param_groups"] and torch_state["state"] == {}
+    assert all(torch.equal(after["state"][i][n], t) for i, s in before["state"].items() for n, t in s.items())

@@ -125,27 +125,6 @@ def test_parameters_stand_in_the_order_of_the_golden_files(file: str, case: str)
     assert [n for n, _ in module.named_parameters()] == golden_parameters(file)[case]
 
 
-@orders
-def test_an_optimizer_state_of_the_documented_order_is_the_right_parameters(name: str) -> None:
-    """A state saved by whoever holds these parameters in this order, as torch keeps it: by number."""
-    make, wanted = ORDERS[name]
-    module = make(device="cpu")
-    named = dict(module.named_parameters())
-    theirs = [torch.nn.Parameter(named[n].detach().clone()) for n in wanted.split()]
-    for i, p in enumerate(theirs):
-        p.grad = torch.full_like(p, i + 1)
-    saved = torch.optim.AdamW(theirs, lr=0.1)
-    saved.step()
-    ours = torch.optim.AdamW(module.parameters(), lr=0.1)
-    ours.load_state_dict(saved.state_dict())
-    for p in module.parameters():
-        p.grad = torch.zeros_like(p)
-    ours.step()  # of wrong shapes this fails
-    for i, n in enumerate(wanted.split()):
-        mean = torch.full_like(named[n], (i + 1) * 0.1 * 0.9)
-        assert torch.allclose(ours.state[named[n]]["exp_avg"], mean), n
-
-
 @pytest.mark.parametrize("name", [n for n in ORDERS if n not in ("layernorm", "rmsnorm")])
 def test_weights_are_drawn_in_their_order(name: str) -> None:
     make, _ = ORDERS[name]

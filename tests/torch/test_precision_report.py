@@ -17,15 +17,7 @@ from te_core.dtypes import bfloat16
 from te_core.errors import UnsupportedError
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.layers.parallel import Split
-from te_core.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    resolve,
-)
+from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
 from te_core.tensor import cuda_device
 from te_core.tools.explain import PRODUCTS, explain_linear
 from te_torch.attention import env
@@ -40,28 +32,24 @@ gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 
 E4M3, E5M2, E2M1 = "float8_e4m3", "float8_e5m2", "float4_e2m1"
 #: Operands of fprop, dgrad and wgrad by recipe: input x weight, gradient x weight, gradient x input.
+_A_TENSOR, _BLOCKS, _FOURS = f"{E4M3} per tensor", f"{E4M3} 1x128", f"{E2M1} 1x16"
 OPERANDS = {
-    "delayed": (f"{E4M3} per tensor", f"{E4M3} per tensor", f"{E5M2} per tensor"),
-    "delayed e4m3": (f"{E4M3} per tensor",) * 3,
-    "current": (f"{E4M3} per tensor", f"{E4M3} per tensor", f"{E5M2} per tensor"),
-    "current e4m3 pow2": (f"{E4M3} per tensor",) * 3,
-    "block": (f"{E4M3} 1x128", f"{E4M3} 128x128", f"{E4M3} 1x128"),
-    "block f32": (f"{E4M3} 1x128", f"{E4M3} 128x128", f"{E4M3} 1x128"),
-    "block hybrid": (f"{E4M3} 1x128", f"{E4M3} 128x128", f"{E5M2} 1x128"),
-    "block no tiles": (f"{E4M3} 1x128",) * 3,
-    "block tiled x": (f"{E4M3} 128x128", f"{E4M3} 1x128", f"{E4M3} 1x128"),
-    "block tiled grad": (f"{E4M3} 1x128", f"{E4M3} 1x128", f"{E4M3} 128x128"),
+    "delayed": (_A_TENSOR, _A_TENSOR, f"{E5M2} per tensor"),
+    "delayed e4m3": (_A_TENSOR,) * 3,
+    "current": (_A_TENSOR, _A_TENSOR, f"{E5M2} per tensor"),
+    "current e4m3 pow2": (_A_TENSOR,) * 3,
+    "block": (_BLOCKS, f"{E4M3} 128x128", _BLOCKS),
+    "block f32": (_BLOCKS, f"{E4M3} 128x128", _BLOCKS),
+    "block hybrid": (_BLOCKS, f"{E4M3} 128x128", f"{E5M2} 1x128"),
+    "block no tiles": (_BLOCKS,) * 3,
+    "block tiled x": (f"{E4M3} 128x128", _BLOCKS, _BLOCKS),
+    "block tiled grad": (_BLOCKS, _BLOCKS, f"{E4M3} 128x128"),
     "mxfp8": (f"{E4M3} 1x32",) * 3,
     "mxfp8 hybrid": (f"{E4M3} 1x32", f"{E4M3} 1x32", f"{E5M2} 1x32"),
     "mxfp8 tiled": (f"{E4M3} 1x32", f"{E4M3} 32x32", f"{E4M3} 1x32"),
-    "nvfp4": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
-    "nvfp4 nearest": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
-    "nvfp4 no rht": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
-    "nvfp4 no tiles": (f"{E2M1} 1x16",) * 3,
-    "nvfp4 rows": (f"{E2M1} 1x16, an amax a row", f"{E2M1} 16x16", f"{E2M1} 1x16"),
-    "nvfp4 4over6 weights": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
-    "nvfp4 4over6 all MAE": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
-    "nvfp4 4over6 all MSE": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
+    **{name: (_FOURS, f"{E2M1} 16x16", _FOURS) for name in RECIPES if name.startswith("nvfp4")},
+    "nvfp4 no tiles": (_FOURS,) * 3,
+    "nvfp4 rows": (f"{_FOURS}, an amax a row", f"{E2M1} 16x16", _FOURS),
 }
 
 
@@ -104,15 +92,22 @@ def test_every_recipe(kind: str, recipe: str, device: str) -> None:
     assert (not report.fallbacks) == native
 
 
+HIGHER: dict[str, tuple[dict[str, Any], str]] = {
+    "no recipe": ({}, "outside of autocast"),
+    "a recipe": ({"recipe": RECIPES["block"]}, "outside of autocast"),
+    "calibrating": ({"recipe": RECIPES["delayed"], "calibrating": True}, "calibrating"),
+}
+
+
 @on_devices
 @gemm_modules
-def test_outside_of_autocast(kind: str, device: str) -> None:
+def test_in_high_precision(kind: str, device: str) -> None:
     module = make(kind, device, torch.bfloat16)
-    for around in (te.autocast(enabled=False), te.autocast(enabled=False, recipe=RECIPES["block"])):
-        report = after(module, device, around)
+    for options, reason in HIGHER.values():
+        report = after(module, device, te.autocast(enabled=False, **options))
         assert not report.fallbacks
         assert {(f.a, f.b) for f in facts(report).values()} == {("bfloat16", "bfloat16")}
-        assert all("outside of autocast" in f.reason for f in facts(report).values())
+        assert all(reason in f.reason for f in facts(report).values())
 
 
 @on_devices
@@ -178,17 +173,6 @@ def test_strict_lets_pass_what_is_as_asked(recipe: str, device: str) -> None:
         results.append(module.weight.grad)
     assert torch.equal(*results)
     assert (not report.fallbacks) or (device == "cuda" and ("nvfp4" in recipe or "mxfp8" in recipe))
-
-
-@on_devices
-@gemm_modules
-def test_calibrating(kind: str, device: str) -> None:
-    module = make(kind, device, torch.bfloat16)
-    around = te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"])
-    report = after(module, device, around)
-    assert not report.fallbacks
-    for fact in facts(report).values():
-        assert (fact.a, fact.b) == ("bfloat16", "bfloat16") and "calibrating" in fact.reason
 
 
 @on_devices
@@ -473,20 +457,14 @@ def kind_of_kernel(name: str) -> str:
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_the_profiler_agrees(kind: str, recipe: str | None) -> None:
     """The kernels of a step, in order, are of the kind that the report says of each GEMM."""
-    rules = {
-        None: None,
-        "delayed": DelayedScaling(),
-        "current": Float8CurrentScaling(),
-        "block": Float8BlockScaling(),
-        "block f32": Float8BlockScaling(use_f32_scales=True),
-        "mxfp8": MXFP8BlockScaling(),
-        "override": Float8CurrentScaling(backward_override="dequantized"),
-    }
+    chosen = RECIPES["current"] if recipe == "override" else rule(recipe)
+    if recipe == "override":
+        chosen = dataclasses.replace(chosen, backward_override="dequantized")
     module = getattr(te, kind)(512, 1024, params_dtype=torch.bfloat16)
     x = torch.randn(256, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 
     def step() -> None:
-        with te.autocast(enabled=recipe is not None, recipe=rules[recipe], emulate=True):
+        with te.autocast(enabled=recipe is not None, recipe=chosen, emulate=True):
             y = module(x)
         y.sum().backward()
         torch.cuda.synchronize()

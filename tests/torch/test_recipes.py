@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
 from te_core import dtypes, ops
-from te_core.errors import UnsupportedError
 from te_core.precision import Operand
 from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, backward_cast
 from te_core.quantized import Cast
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
+from te_core.recipe import resolve
 from te_torch.runtime import runtime_for, to_core, to_torch
+from tests import module_steps
 from tests.backends import devices
 from tests.covering import covering
-from tests.module_steps import GEMM_MODULES, WIDTH, differences, gradient_for, make, on, randomise, values
+from tests.module_steps import GEMM_MODULES, differences, gradient_for, on, randomise, values
 from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
@@ -47,17 +46,11 @@ def build(
 
 
 def step(
-    module: Any, x: torch.Tensor, recipe: str | None, dy: torch.Tensor | None = None, run: Any = None, seed: int = 5
+    module: Any, x: torch.Tensor, recipe: str | None, dy: torch.Tensor | None = None, seed: int = 5
 ) -> dict[str, torch.Tensor]:
     """y, dx and the parameters' gradients of one step; all its draws come from the seed."""
     torch.manual_seed(seed)
-    leaf = x.detach().clone().requires_grad_()
-    with region(recipe):
-        y = module(leaf) if run is None else run(module, leaf)
-    y.backward(gradient_for(y) if dy is None else dy)
-    found = {"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in module.named_parameters()}
-    module.zero_grad(set_to_none=True)
-    return found
+    return module_steps.step(module, x, region(recipe), dy=dy)
 
 
 def floor_of(recipe: str, kind: str) -> float:
@@ -88,19 +81,13 @@ def check_against_float64(module: torch.nn.Module, inputs: list[torch.Tensor], r
 
 
 @on_devices
-@every
-def test_against_float64(kind: str, recipe: str, device: str) -> None:
-    x = values(2, 80, 144, device=device, dtype=BF16, seed=1)
-    check_against_float64(build(kind, device), [x], recipe, device)
-
-
-@on_devices
-@covering(kind=GEMM_MODULES, rows=[37, 1], recipe=EVERY)
-def test_odd_sizes(kind: str, rows: int, recipe: str, device: str) -> None:
-    """No side a multiple of anything."""
-    inputs = 8 if rows == 1 else 1  # a single row is too few values to judge by
-    xs = [values(rows, 100, device=device, dtype=BF16, seed=i) for i in range(1, inputs + 1)]
-    check_against_float64(build(kind, device, 100, 60), xs, recipe, device)
+@covering(turns=2, kind=GEMM_MODULES, shape=[(2, 80, 144), (37, 100), (1, 100)], recipe=EVERY)
+def test_against_float64(kind: str, shape: tuple[int, ...], recipe: str, device: str) -> None:
+    """Of more than one block each way, and with no side a multiple of anything."""
+    inputs = 8 if shape[0] == 1 else 1  # a single row is too few values to judge by
+    xs = [values(*shape, device=device, dtype=BF16, seed=i) for i in range(1, inputs + 1)]
+    module = build(kind, device) if shape[-1] == 144 else build(kind, device, 100, 60)
+    check_against_float64(module, xs, recipe, device)
 
 
 @on_devices
@@ -115,6 +102,12 @@ def test_no_rows(kind: str, recipe: str, device: str) -> None:
 # ------------------------------------------------------------------------------------------ invariances
 
 
+def given(module: Any, device: str, rows: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    """An input, and a gradient of the output."""
+    x = values(rows, 144, device=device, dtype=BF16, seed=1)
+    return x, values(rows, module(x).shape[-1], device=device, dtype=BF16, seed=2)
+
+
 @on_devices
 @all_recipes
 def test_powers_of_two_pass_through(kind: str, recipe: str, device: str) -> None:
@@ -125,12 +118,11 @@ def test_powers_of_two_pass_through(kind: str, recipe: str, device: str) -> None
     weight = "fc2_weight" if kind == "LayerNormMLP" else "weight"
     module = build(kind, device, bias=False)
     scaled = copy.deepcopy(module)
-    x = values(40, 144, device=device, dtype=BF16, seed=1)
     # The norms have an epsilon, so only their linears' weights are scaled.
     px, pw, pg = (2.0**9 if kind == "Linear" else 1.0), 2.0**-7, 2.0**-5
     with torch.no_grad():
         getattr(scaled, weight).mul_(pw)
-    dy = values(40, module(x).shape[-1], device=device, dtype=BF16, seed=2)
+    x, dy = given(module, device)
     for _ in range(6 if "delayed" in recipe else 1):  # until the history has forgotten the first step
         got, wanted = step(scaled, px * x, recipe, pg * dy), step(module, x, recipe, dy)
     powers = {"y": px * pw, "dx": pw * pg, weight: px * pg}
@@ -154,8 +146,7 @@ def test_rows_of_zeros_change_nothing(kind: str, recipe: str, device: str) -> No
     draws, so these agree to the recipe's rounding only.
     """
     module, padded = (build(kind, device) for _ in range(2))
-    x = values(40, 144, device=device, dtype=BF16, seed=1)
-    dy = values(40, module(x).shape[-1], device=device, dtype=BF16, seed=2)
+    x, dy = given(module, device)
     zeros = {t: t.new_zeros(33, t.shape[1]) for t in (x, dy)}
     for _ in range(2):
         got = step(padded, torch.cat([x, zeros[x]]), recipe, torch.cat([dy, zeros[dy]]))
@@ -186,8 +177,7 @@ def test_the_order_of_rows_is_free(kind: str, recipe: str, device: str) -> None:
     """
     p = resolve(rule(recipe))
     module, other = (build(kind, device) for _ in range(2))
-    x = values(160, 144, device=device, dtype=BF16, seed=1)
-    dy = values(160, module(x).shape[-1], device=device, dtype=BF16, seed=2)
+    x, dy = given(module, device, 160)
     order = torch.randperm(160, generator=torch.Generator().manual_seed(3)).to(device)
     for _ in range(2):
         got, wanted = step(other, x[order], recipe, dy[order]), step(module, x, recipe, dy)
@@ -212,7 +202,7 @@ def test_causality(kind: str, recipe: str, device: str) -> None:
     """
     p = resolve(rule(recipe))
     module = build(kind, device)
-    x = values(40, 144, device=device, dtype=BF16, seed=1)
+    x, _ = given(module, device)
     later = x.clone()
     later[range(20, 40), range(0, 140, 7)] += 900  # one spike a row: a norm takes a mere factor out
     for _ in range(2):
@@ -316,13 +306,19 @@ def test_override_behind_a_quantized_input(recipe: str, device: str) -> None:
         assert snr_db(got, wanted) >= DB["nvfp4 linear" if "nvfp4" in recipe else "fp8 linear"]
 
 
+CALIBRATING = "calibrating"
+
+
 @on_devices
-@covering(kind=GEMM_MODULES, recipe=[None, *KINDS, *OVERRIDES])
-def test_parameters_of_the_other_half(kind: str, recipe: str | None, device: str) -> None:
-    """float16 parameters under torch.autocast(bfloat16): also where backward multiplies plain operands."""
-    module = build(kind, device, dtype=torch.float16)
+@covering(
+    turns=2, kind=GEMM_MODULES, dtype=[torch.float16, torch.float32], recipe=[None, CALIBRATING, *KINDS, *OVERRIDES]
+)
+def test_parameters_of_another_type(kind: str, dtype: torch.dtype, recipe: str | None, device: str) -> None:
+    """Under torch.autocast(bfloat16): also where a GEMM reads the weight itself (backward in high precision)."""
+    module = build(kind, device, dtype=dtype)
     x = values(75, 144, device=device, seed=1).requires_grad_()
-    with torch.autocast(device, BF16), region(recipe):
+    calibrating = te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"])
+    with torch.autocast(device, BF16), calibrating if recipe == CALIBRATING else region(recipe):
         y = module(x)
     assert y.dtype == BF16
     y.backward(gradient_for(y))
@@ -330,8 +326,8 @@ def test_parameters_of_the_other_half(kind: str, recipe: str | None, device: str
     plain.load_state_dict(module.state_dict(), strict=False)
     wanted = step(plain, x, None, dy=gradient_for(y).float())
     for name, p in module.named_parameters():
-        assert p.grad.dtype == torch.float16
-        floor = "bf16" if recipe is None else "nvfp4 mlp" if "nvfp4" in recipe else "fp8 mlp"
+        assert p.grad.dtype == dtype
+        floor = "bf16" if recipe in (None, CALIBRATING) else "nvfp4 mlp" if "nvfp4" in recipe else "fp8 mlp"
         assert snr_db(p.grad, wanted[name]) >= DB[floor], name
 
 
@@ -362,16 +358,6 @@ def test_override_dequantized(recipe: str, device: str) -> None:
     assert snr_db(got["dx"].double(), dy @ held_w) >= DB["fp32"]
     assert snr_db(got["weight"].double(), dy.T @ held_x) >= DB["fp32"]
     assert snr_db(got["y"].double(), held_x @ held_w.T + module.bias.double()) >= DB["fp8 fast"]
-
-
-@on_devices
-@covering(kind=GEMM_MODULES, recipe=KINDS)
-def test_runs_repeat(kind: str, recipe: str, device: str) -> None:
-    """The same inputs and seed, the same bits."""
-    module = build(kind, device)
-    x = values(75, 144, device=device, dtype=BF16, seed=1)
-    first, second = (step(m, x, recipe) for m in (module, copy.deepcopy(module)))
-    assert not differences(first, second)
 
 
 @on_devices
@@ -455,12 +441,6 @@ def test_a_columnwise_copy_of_unknown_domain(recipe: str, turned: bool, copies: 
     assert found["second"] >= DB["nvfp4 linear"], found
 
 
-def test_a_columnwise_copy_alone_is_refused() -> None:
-    quantizer = te.NVFP4Quantizer(rowwise=False, columnwise=True)
-    with pytest.raises(UnsupportedError, match="rowwise copy"):
-        handed_on(lambda first, x: quantizer(first(x).detach()), "nvfp4", "cpu", False)
-
-
 def test_layers_draw_for_themselves() -> None:
     """Each slot of each GEMM has draws of its own."""
     grad, rng = resolve(RECIPES["nvfp4"]).grad, to_core(torch.zeros(2, dtype=torch.int64))
@@ -470,41 +450,3 @@ def test_layers_draw_for_themselves() -> None:
         for slot in (GRAD_OUTPUT, GRAD_INPUT)
     ]
     assert len({cast.site for cast in casts}) == 6
-
-
-@on_devices
-@covering(kind=GEMM_MODULES, reentrant=[False, True], recipe=[*KINDS, *OVERRIDES])
-def test_checkpoint(kind: str, reentrant: bool, recipe: str, device: str) -> None:
-    """Recomputing the forward in backward changes no bit."""
-    plain, kept = (build(kind, device) for _ in range(2))
-    x = values(75, 144, device=device, dtype=BF16, seed=1)
-
-    def run(module: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return checkpoint(module, leaf, use_reentrant=reentrant)
-
-    for _ in range(2):
-        got, wanted = step(kept, x, recipe, run=run), step(plain, x, recipe)
-    assert not differences(got, wanted)
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("kind", GEMM_MODULES)
-def test_float32_weights_under_torch_autocast(kind: str, device: str) -> None:
-    """Where a GEMM reads the weight itself (backward in high precision, calibration), it reads it in bf16."""
-    module = make(kind, device, torch.float32)
-    x = values(32, WIDTH, device=device)
-    override = Float8CurrentScaling(backward_override="high_precision")
-    for chosen, enabled in ((override, True), (DelayedScaling(), False)):
-        module.zero_grad()
-        leaf = x.clone().requires_grad_()
-        with torch.autocast(device, torch.bfloat16), te.autocast(enabled, calibrating=not enabled, recipe=chosen):
-            y = module(leaf)
-        y.sum().backward()
-        assert y.dtype is torch.bfloat16
-        plain = make(kind, device, torch.float32)
-        other = x.clone().requires_grad_()
-        with torch.autocast(device, torch.bfloat16):
-            plain(other).sum().backward()
-        for a, b in zip([leaf, *module.parameters()], [other, *plain.parameters()], strict=True):
-            assert a.grad.dtype == b.grad.dtype
-            assert snr_db(a.grad, b.grad) >= (DB["fp8 mlp"] if kind == "LayerNormMLP" else DB["bf16"])

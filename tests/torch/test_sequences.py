@@ -69,10 +69,8 @@ def test_what_is_drawn() -> None:
 
 def test_what_is_drawn_of_wants() -> None:
     drawn = [sequence_wants.draw(seed) for seed in range(BLOCK * OF_WANTS)]
-    assert {s.module.kind for s in drawn} == set(sequence_wants.KINDS) and {s.when for s in drawn} == {
-        "first",
-        "second",
-    }
+    assert {s.module.kind for s in drawn} == set(sequence_wants.KINDS)
+    assert {s.when for s in drawn} == {"first", "second"}
     assert {s.recipes[0][0] for s in drawn if "quantized" in s.module.way} == set(RECIPES)
     calls = [options for s in drawn for name, options in s.steps if name == "call"]
     assert {"through", "grad", "frozen", *sequence_wants.MORE} <= {name for options in calls for name in options}
@@ -161,16 +159,11 @@ def _without_hooks(self: Any, *args: Any, **options: Any) -> Any:
     return self.forward(*args, **options)
 
 
-def test_a_known_defect_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = sequences.Known("a reason", lambda sequence, found: found.step == 0)
+def test_a_difference_is_shortened_and_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     other = sequences.Difference(0, ("0 y0",), "differs")
     monkeypatch.setattr(sequences, "difference", lambda sequence: (other, 1, 0))
-    tally = Tally()
-    monkeypatch.setitem(sequences.KNOWN, "named", known)
-    tally.run(3)
-    assert not tally.faults and tally.counts["known: named"] == 1
-    monkeypatch.delitem(sequences.KNOWN, "named")
     monkeypatch.setattr(sequences, "shortened", lambda sequence, kind, limit: sequence)
+    tally = Tally()
     tally.run(3)
     assert len(tally.faults) == 1 and "seed 3: " in tally.faults[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -10,13 +9,7 @@ import torch
 
 import te_torch as te
 from te_core.errors import ArgumentError
-from te_core.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-)
+from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch import updates
 from te_torch.autocast import Ran
 from te_torch.base.checkpoint_state import plain_state_dict, prepare_state
@@ -24,18 +17,7 @@ from te_torch.state import ScalingState
 from te_torch.training.graphs.make import restore_fp8_tensors, save_fp8_tensors
 from tests.backends import devices
 from tests.covering import covering
-from tests.module_steps import (
-    GEMM_MODULES,
-    MODULES,
-    WIDTH,
-    differences,
-    fp8_state,
-    gradient_for,
-    make,
-    region,
-    step,
-    values,
-)
+from tests.module_steps import GEMM_MODULES, MODULES, WIDTH, differences, fp8_state, make, step, values
 
 on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
@@ -44,78 +26,6 @@ ENTRIES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
 # ------------------------------------------------------------------------------------------------- exact resume
-
-#: Recipes whose training resumes exactly, each on every device.
-RESUME: dict[str, Any] = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    "delayed_most_recent": DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
-    "current": Float8CurrentScaling(),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),  # its random numbers come from torch's generator, which a checkpoint holds too
-}
-STEPS = 13
-
-
-class Model(torch.nn.Module):
-    """All modules that hold parameters, in one residual network."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.first = te.LayerNormLinear(48, 64, device=device, params_dtype=torch.bfloat16)
-        self.second = te.Linear(64, 48, device=device, params_dtype=torch.bfloat16)
-        self.mlp = te.LayerNormMLP(48, 80, device=device, params_dtype=torch.bfloat16)
-        self.norm = te.RMSNorm(48, device=device, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.second(torch.nn.functional.gelu(self.first(x)))
-        return self.norm(x + self.mlp(x))
-
-
-def generator(device: str) -> torch.Generator:
-    return torch.cuda.default_generators[0] if device == "cuda" else torch.default_generator
-
-
-def trained(
-    recipe: Any, device: str, steps: range, checkpoint: io.BytesIO | None, seed: int
-) -> tuple[list[float], io.BytesIO, Model]:
-    """(losses, checkpoint) of these steps, from a checkpoint or from the start."""
-    torch.manual_seed(seed)
-    model = Model(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if checkpoint is not None:
-        checkpoint.seek(0)
-        loaded = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(loaded["model"], strict=True)
-        optimizer.load_state_dict(loaded["optimizer"])
-        generator(device).set_state(loaded["rng"])
-    losses = []
-    for i in steps:
-        x = values(24, 48, device=device, dtype=torch.bfloat16, seed=i)
-        optimizer.zero_grad()
-        with region(recipe):
-            y = model(x)
-        loss = (y.float() - x.float().roll(1, -1)).square().mean() * (1 + i % 3)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    file = io.BytesIO()
-    rng = generator(device).get_state()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng}, file)
-    return losses, file, model
-
-
-@on_devices
-@covering(stop=[1, 10], recipe=RESUME)
-def test_training_resumes_exactly(stop: int, recipe: str, device: str) -> None:
-    """All steps, or some, a checkpoint, and the rest in a fresh model: the same losses and the same weights."""
-    steps = STEPS if stop > 1 else 3
-    straight, _, whole = trained(RESUME[recipe], device, range(steps), None, seed=0)
-    before, checkpoint, _ = trained(RESUME[recipe], device, range(stop), None, seed=0)
-    after, _, resumed = trained(RESUME[recipe], device, range(stop, steps), checkpoint, seed=1)
-    assert before + after == straight
-    assert not differences(resumed.state_dict(), whole.state_dict())
-    assert len(set(straight)) == steps
 
 
 # ------------------------------------------------------------------------------------------------------ entries
@@ -153,13 +63,6 @@ def test_prepare_state(device: str) -> None:
     for kind in MODULES:  # and the first step is that of a module that was not prepared
         assert not differences(step(model[kind], x, SHORT), step(make(kind, device), x, SHORT))
         assert not differences(fp8_state(model[kind]), fp8_state(twin[kind]))
-
-
-def test_prepare_state_refusals() -> None:
-    with pytest.raises(ArgumentError, match="recipe"):
-        prepare_state(make("Linear"), "delayed")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="meta"):
-        prepare_state(te.Linear(16, 16, device="meta"), SHORT)
 
 
 @on_devices
@@ -273,8 +176,6 @@ def test_adjust_amax_history_length(kind: str, device: str) -> None:
     assert torch.equal(state.amax_history_bwd, backward[:2])
     module.adjust_amax_history_length(4)
     assert torch.equal(state.amax_history_fwd, forward) and state.amax_history_bwd.shape == backward.shape
-    with pytest.raises(ArgumentError, match="length=0"):
-        module.adjust_amax_history_length(0)
 
 
 @on_devices
@@ -304,24 +205,8 @@ def test_tensors_of_several_modules(device: str) -> None:
     assert saved[0] is None and {len(t) for name, t in before.items() if "history" in name} == {2}
     step(model[1], 5 * x, DelayedScaling(amax_history_len=2))
     assert differences(fp8_state(model), before)
-    with pytest.raises(ArgumentError, match="1 states for 2 modules"):
-        restore_fp8_tensors([model], saved[1:])
     restore_fp8_tensors([model], saved)
     assert not differences(fp8_state(model), before)
-
-
-@on_devices
-def test_an_update_of_a_module_called_twice_in_a_region(device: str) -> None:
-    """Row 0 holds the larger call until the region ends, whichever came first; so does that of the gradients."""
-    module, x = make("Linear", device), values(16, 48, device=device)
-    for factors in ((1.0, 4.0), (4.0, 1.0)):
-        with te.autocast(recipe=SHORT):
-            ys = [module(f * x) for f in factors]
-            assert module.fp8_state.amax_history_fwd[0, 0] == 4 * x.abs().max()
-        dy = gradient_for(ys[0])
-        torch.autograd.backward(ys, [f * dy for f in factors])
-        assert module.fp8_state.scale_fwd[0] == 448 / (4 * x.abs().max())
-        assert module.fp8_state.scale_bwd[0] == 57344 / (4 * dy.abs().max())
 
 
 @on_devices
@@ -349,27 +234,6 @@ def test_buffers_that_get_other_memory(how: str, kind: str, device: str) -> None
 # -------------------------------------------------------------------------------------------------- plain tensors
 
 
-class Quantized(torch.Tensor):
-    """Stands for the quantized classes: a tensor that is twice what it stores."""
-
-    stored: torch.Tensor
-
-    @staticmethod
-    def of(stored: torch.Tensor, dtype: torch.dtype) -> Quantized:
-        made = torch.Tensor._make_wrapper_subclass(Quantized, stored.shape, dtype=dtype, device=stored.device)
-        made.stored = stored
-        return made
-
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return (2 * self.stored).to(dtype or self.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Quantized.of(args[0].stored, args[0].dtype)
-        raise NotImplementedError(str(func))
-
-
 @on_devices
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
 def test_plain_state_dict(dtype: torch.dtype | None, device: str) -> None:
@@ -381,8 +245,7 @@ def test_plain_state_dict(dtype: torch.dtype | None, device: str) -> None:
     model["tied"].register_buffer("counts", torch.arange(4, device=device))
     model["tied"].register_buffer("turned", values(3, 5, device=device).t())
     model["tied"].register_buffer("part", values(8, device=device)[2:5])
-    stored = values(4, 4, device=device)
-    quantized = Quantized.of(stored, torch.bfloat16)
+    quantized = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(values(32, 32, device=device, dtype=torch.bfloat16))
     model["tied"].bias = torch.nn.Parameter(quantized, requires_grad=False)
     state, plain = model.state_dict(), plain_state_dict(model, dtype)
     assert list(plain) == list(state)
@@ -391,7 +254,7 @@ def test_plain_state_dict(dtype: torch.dtype | None, device: str) -> None:
         assert t.untyped_storage().nbytes() == t.numel() * t.element_size(), name
         fixed = "fp8_state" in name or name == "tied.counts"
         assert t.dtype == (state[name].dtype if fixed or dtype is None else dtype), name
-        wanted = (2 * stored).to(dtype or torch.bfloat16) if name == "tied.bias" else state[name].to(t.dtype)
+        wanted = (quantized.dequantize() if name == "tied.bias" else state[name]).to(t.dtype)
         assert torch.equal(t, wanted), name
     assert len({t.untyped_storage().data_ptr() for t in plain.values()}) == len(plain)
     model.load_state_dict({n: t for n, t in plain.items() if n != "tied.bias"}, strict=False)
@@ -437,11 +300,6 @@ def test_a_refused_reset_leaves_the_state_alone() -> None:
         with pytest.raises(ArgumentError, match="^reset_fp8_meta_tensors: "):
             module.fp8_state.assign(wrong)
         assert not module.fp8_state.in_use
-
-
-def test_plain_state_dict_refusals() -> None:
-    with pytest.raises(ArgumentError, match="dtype"):
-        plain_state_dict(make("Linear"), torch.int8)
 
 
 def test_replayed_states_come_in_the_order_of_their_running() -> None:

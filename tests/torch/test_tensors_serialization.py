@@ -97,15 +97,6 @@ def test_one_copy_is_saved_as_one_copy(name: str) -> None:
     same(loaded, t)
 
 
-def test_plain_buffers_rebuild_a_tensor() -> None:
-    """For formats that know plain tensors only."""
-    t = T.MXFP8Quantizer(T.DType.kFloat8E4M3)(values((32, 64)))
-    metadata = t.get_metadata()
-    tensors = {k: v.contiguous() for k, v in metadata.items() if isinstance(v, torch.Tensor)}
-    rest = {k: v for k, v in metadata.items() if not isinstance(v, torch.Tensor)}
-    same(T.MXFP8Tensor(t.shape, t.dtype, **{k: through_file(v) for k, v in tensors.items()}, **rest), t)
-
-
 def test_a_process_group_is_not_saved() -> None:
     quantizer = T.Float8CurrentScalingQuantizer(
         T.DType.kFloat8E4M3, "cpu", with_amax_reduction=True, amax_reduction_group=lambda: None

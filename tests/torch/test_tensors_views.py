@@ -20,24 +20,18 @@ from te_core.recipe import Float8CurrentScaling
 from te_torch.tensors import utils
 from te_torch.utils import torch_version
 from tests.covering import covering
-from tests.torch.test_tensors import on_devices, values
+from tests.torch.test_tensors import both, on_devices, values
 from tests.torch.test_tensors_dispatch import ALL, all_makers, pointers
 
 PER_TENSOR = ("delayed", "current", "current_pow2")
 per_tensor = pytest.mark.parametrize("name", PER_TENSOR)
 #: The documented attributes of each class's buffers.
+_BLOCKS = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
 SHOWN = {
     "Float8Tensor": ("_data", "_transpose", "_scale_inv"),
-    "Float8BlockwiseQTensor": ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"),
-    "MXFP8Tensor": ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"),
-    "NVFP4Tensor": (
-        "_rowwise_data",
-        "_columnwise_data",
-        "_rowwise_scale_inv",
-        "_columnwise_scale_inv",
-        "_amax_rowwise",
-        "_amax_columnwise",
-    ),
+    "Float8BlockwiseQTensor": _BLOCKS,
+    "MXFP8Tensor": _BLOCKS,
+    "NVFP4Tensor": (*_BLOCKS, "_amax_rowwise", "_amax_columnwise"),
     "IdentityTensor": ("_hp_data",),
 }
 
@@ -145,7 +139,6 @@ CUTS: dict[str, Callable[[Any], Any]] = {
     "all": lambda t: t[:],
     "twice": lambda t: t[1:][:, 1:][..., 1],
 }
-cuts = pytest.mark.parametrize("cut", CUTS)
 
 
 def matrix(t: torch.Tensor) -> tuple[int, int]:
@@ -246,29 +239,17 @@ def test_a_part_below_one_amax_is_not_changed_by_itself() -> None:
     assert torch.equal(rows.dequantize()[32:], before[32:]) and torch.equal(rows.dequantize()[:32], before[:32] * 2)
 
 
-@per_tensor
-def test_parts_of_a_columnwise_copy_alone(name: str) -> None:
-    t = ALL[name]("cpu")(values((4, 6, 16)))
-    t.update_usage(rowwise_usage=False)
-    plain = t.dequantize()
-    for cut in CUTS.values():
-        part = cut(t)
-        assert type(part) is type(t) and torch.equal(part.dequantize(), cut(plain))
-        assert part.get_usages() == {"rowwise": False, "columnwise": True}
-
-
-@covering(name=["identity", "hybrid of both"], cut=CUTS)
-def test_parts_of_what_is_made_of_such(name: str, cut: str) -> None:
-    quantizer: Any = T.IdentityQuantizer()
-    if name != "identity":
-        quantizer = T.HybridQuantizer(
-            rowwise_quantizer=ALL["current"]("cpu"), columnwise_quantizer=T.IdentityQuantizer()
-        )
+@covering(name=[*PER_TENSOR, "identity", "hybrid of both"], cut=CUTS)
+def test_parts_of_a_columnwise_copy_alone_and_of_what_is_made_of_such(name: str, cut: str) -> None:
+    quantizer = both(ALL["current"]("cpu"), T.IdentityQuantizer()) if name not in ALL else ALL[name]("cpu")
     t = quantizer(values((4, 6, 16)))
+    if name in PER_TENSOR:
+        t.update_usage(rowwise_usage=False)
     plain = t.dequantize()
     part, wanted = CUTS[cut](t), CUTS[cut](plain)
     assert type(part) is type(t) and torch.equal(part.dequantize(), wanted)
     assert (part.stride(), part.storage_offset()) == (wanted.stride(), wanted.storage_offset())
+    assert name not in PER_TENSOR or part.get_usages() == {"rowwise": False, "columnwise": True}
 
 
 @on_devices
@@ -298,6 +279,10 @@ def test_blocks_of_rows_are_views_and_other_parts_are_plain_with_a_warning(devic
         with pytest.warns(UserWarning, match=f"{type(t).__name__} of shape .* plain tensor"):
             part = cut(t)
         assert type(part) is torch.Tensor and torch.equal(part, cut(plain))
+    if name not in ("nvfp4_rows", "hybrid"):
+        with torch.no_grad():
+            t[256:384].copy_(t[0:128])
+        assert torch.equal(t.dequantize()[256:384], plain[:128]) and torch.equal(t.dequantize()[384:], plain[384:])
 
 
 @pytest.fixture

@@ -1,20 +1,23 @@
-"""The model of many GPUs computes what it states, of the figures that it names."""
+"""The benchmarks of shards and of four GPUs, and the model of many GPUs that reads them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import predict, sharded
+from benchmarks import four, parallel, predict, sharded, sharded_host
+from benchmarks.catalogue import BENCHMARKS
+from benchmarks.four import CONTEXT, SHARDED, TENSOR, Case
 from benchmarks.predict import GIGA, Layer, Machine, Mesh, Shape
 
 MS = 1e-3
 #: Two shards and two parts of a layer, as records have them; MiB as a layer of 8192 tokens x 8192 hands over.
-SHARDED = [
+SHARDS = [
     {"recipe": "delayed", "bf16 ms": 200.0, "ms": 150.0, "bf16 gathered MiB": 3328.0, "gathered MiB": 3328.0},
     {"recipe": "delayed, weights too", "bf16 ms": 999.0, "ms": 160.0, "gathered MiB": 1664.0},
 ]
@@ -29,7 +32,7 @@ Written = Callable[..., Path]
 def written(tmp_path: Path) -> Written:
     """Records of these rows, and an older one that would say something else."""
 
-    def write(over: Any = PARALLEL, shards: Any = SHARDED) -> Path:
+    def write(over: Any = PARALLEL, shards: Any = SHARDS) -> Path:
         for name, rows, case in (("parallel", over, "tp 2"), ("sharded", shards, sharded.LARGE)):
             for number, factor in (("", 3), ("-2", 1)):
                 time = f"2026-11-23T0{4 - factor}:00:00Z"
@@ -131,13 +134,13 @@ def without(rows: Any, recipe: str, column: str = "") -> Any:
 @pytest.mark.parametrize(
     ("over", "shards", "told"),
     [
-        (without(PARALLEL, "bf16"), SHARDED, "parallel-2.json has no row 'bf16'"),
-        (without(PARALLEL, "delayed", "hidden"), SHARDED, "the row 'delayed' has no 'hidden' but None"),
-        (PARALLEL, without(SHARDED, "delayed, weights too"), "has no row '8 Llama-shape layers, delayed, weights too'"),
-        (PARALLEL, without(SHARDED, "delayed", "bf16 gathered MiB"), "'bf16 gathered MiB'"),
-        ([{**PARALLEL[0], "MiB a step": 448.0}, PARALLEL[1]], SHARDED, "448.0 MiB a step in bf16"),
-        (PARALLEL, [{**SHARDED[0], "bf16 gathered MiB": 900.0}, SHARDED[1]], "0.541 bytes gathered of a weight"),
-        (PARALLEL, [{**SHARDED[0], "ms": 25.0}, SHARDED[1]], "in delayed communication shows on two ranks"),
+        (without(PARALLEL, "bf16"), SHARDS, "parallel-2.json has no row 'bf16'"),
+        (without(PARALLEL, "delayed", "hidden"), SHARDS, "the row 'delayed' has no 'hidden' but None"),
+        (PARALLEL, without(SHARDS, "delayed, weights too"), "has no row '8 Llama-shape layers, delayed, weights too'"),
+        (PARALLEL, without(SHARDS, "delayed", "bf16 gathered MiB"), "'bf16 gathered MiB'"),
+        ([{**PARALLEL[0], "MiB a step": 448.0}, PARALLEL[1]], SHARDS, "448.0 MiB a step in bf16"),
+        (PARALLEL, [{**SHARDS[0], "bf16 gathered MiB": 900.0}, SHARDS[1]], "0.541 bytes gathered of a weight"),
+        (PARALLEL, [{**SHARDS[0], "ms": 25.0}, SHARDS[1]], "in delayed communication shows on two ranks"),
     ],
 )
 def test_what_a_record_lacks(
@@ -151,3 +154,112 @@ def test_what_a_record_lacks(
 def test_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert predict.main(["--records", str(tmp_path)]) == 1
     assert "python -m benchmarks.run parallel, on two" in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded.harness, "gpus", lambda: 0)
+    monkeypatch.setattr(sharded.harness, "gpu", lambda: False)
+
+
+@pytest.mark.more
+def test_two_processes_measure() -> None:
+    """Fewer bytes with quantized weights: half, but for what is no weight."""
+    cases = (sharded.Case(sharded.SMALL, "delayed"), sharded.Case(sharded.SMALL, "current", True))
+    plain, held = sharded.measure(cases)
+    assert plain["of_bytes"] == 1.0 and 0.49 < held["of_bytes"] < 0.53
+    assert held["bf16 gathered MiB"] == plain["bf16 gathered MiB"] == plain["gathered MiB"]
+    assert held["ms"] > 0 and held["ok"] == (held["of_bf16"] <= 1) and "ok" not in plain
+    assert set(BENCHMARKS["sharded"].columns) == set(held)
+
+
+@pytest.mark.full
+def test_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all ranks alike, and in the order in which cases matter."""
+    monkeypatch.setattr(sharded, "SECONDS", -1)
+    rows = sharded.measure()
+    assert [row["case"] for row in rows] == [
+        f"{case.model}, {case.shown}: left out, -1 s are over" for case in sharded.CASES
+    ]
+
+
+def test_what_matters_most_comes_first() -> None:
+    """All cases are there once: what predictions read, then what has a target, then the others."""
+    held = [case.held for case in sharded.CASES]
+    assert len(set(sharded.CASES)) == len(sharded.CASES) == 15
+    assert sharded.CASES[0] == sharded.Case(sharded.LARGE, "delayed") and held[1:] == [True] * 9 + [False] * 5
+
+
+@pytest.mark.more
+def test_one_gpu_shows_the_host() -> None:
+    (row,) = sharded_host.measure((sharded.Case(sharded.SMALL, "current", True),))
+    assert set(BENCHMARKS["sharded_host"].columns) == set(row) and row["host ms"] > 0
+    assert row["of_bf16"] == row["ms"] / row["bf16 ms"]
+
+
+SEEN = {"communication ms": 20.0, "hidden": 0.5}
+
+
+def row(case: str, mode: str, ranks: int, ms: float = 0.0, **more: Any) -> dict[str, Any]:
+    return asdict(Case(case, "bf16", mode, ranks)) | {"ms": ms} | more
+
+
+def test_predictions() -> None:
+    """Of tensor parallelism by hand; of shards the step of two comes out as it went in."""
+    size = parallel.SIZES["cuda"]
+    layers, *shape = sharded.SIZES["cuda"][sharded.LARGE][:5]
+    model = predict.Shape("8B", layers, *shape)
+    machine = predict.Machine(predict.sent(size, False) / 20e-3, between=1.0)
+    step = predict.step(model, predict.Layer(50e-3), machine, predict.Mesh(1, 2), 2)["whole"]
+    gathered = predict.GATHERS * layers * model.weights * 2 / 2 / 2**20
+    rows = [
+        row(TENSOR, "", 1, 100.0),
+        row(TENSOR, "", 2, 60.0, **SEEN),
+        row(TENSOR, "", 4, 44.0, **SEEN),
+        row(TENSOR, "overlap", 4, 50.0, **SEEN),
+        row(CONTEXT, "", 1, 100.0),
+        row(CONTEXT, "p2p", 4, 50.0, **SEEN),
+        row(SHARDED, "", 1, 400.0),
+        row(SHARDED, "", 2, step * 1e3, **{"gathered MiB": gathered}),
+    ]
+    one, two, four_, overlapped, _, context, alone, shards = four.with_predictions(rows, "cuda")
+    assert one["predicted ms"] == pytest.approx(100) and two["predicted ms"] == pytest.approx(60)
+    assert four_["predicted ms"] == pytest.approx(50 / 2 + 10 * (3 / 4) / (1 / 2))  # halves and what shows, of 60 ms
+    assert four_["of_predicted"] == pytest.approx(44 / 40) and four_["speed-up"] == pytest.approx(100 / 44)
+    assert "predicted ms" not in overlapped and context["predicted ms"] == 25 and context["of_predicted"] == 2
+    assert shards["of_predicted"] == pytest.approx(1) and shards["speed-up"] == pytest.approx(800 / step / 1e3)
+    update = machine.update * model.weights * layers / machine.memory * 1e3
+    assert alone["predicted ms"] == pytest.approx(layers * 50 + update)
+
+
+def test_it_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were there stay, the one that fails says why, and those behind it are measured."""
+
+    def spawned(kind: str, found: Any, ranks: int, seconds: float) -> Iterator[dict[str, Any]]:
+        for case in found.args[0]:
+            if case.mode == "overlap" and case.recipe == "delayed":
+                raise RuntimeError("a trace\nthe reason")
+            yield asdict(case) | {"ms": 8.0 / ranks}
+
+    monkeypatch.setattr(parallel, "spawned", spawned)
+    monkeypatch.setattr(four.harness, "gpus", lambda: 2)
+    monkeypatch.setattr(four.harness, "gpu", lambda: False)
+    rows = four.measure()
+    cases = {Case(*(found[key] for key in Case.__annotations__)): found for found in rows}
+    assert len(rows) == len(cases) == 9 + 15 + 15
+    failed = {case: found for case, found in cases.items() if "ms" not in found}
+    assert set(failed) == {Case(TENSOR, "delayed", "overlap", ranks) for ranks in (2, 4)}
+    assert all(f["failed"] == "the reason" and f["trace"] == "a trace\nthe reason" for f in failed.values())
+    assert cases[Case(TENSOR, "bf16", "overlap", 4)]["speed-up"] == 4
+    assert cases[Case(SHARDED, "bf16", "", 4)]["speed-up"] == 16  # of tokens a second: four times the tokens, too
+
+
+@pytest.mark.more
+def test_it_is_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two gloo ranks."""
+    monkeypatch.setattr(parallel.harness, "gpu", lambda: False)
+    monkeypatch.setattr(four, "RECIPES", ("bf16",))
+    monkeypatch.setattr(four, "MODES", {TENSOR: ("overlap",), CONTEXT: ("a2a",), SHARDED: ("",)})
+    rows = four.measure((2,))
+    assert [found["case"] for found in rows] == [TENSOR, CONTEXT, SHARDED] and all(found["ms"] > 0 for found in rows)
+    assert {key for found in rows for key in found} <= {*BENCHMARKS["four"].columns, "gathered MiB"}
