@@ -367,21 +367,6 @@ def test_a_pipe_in_the_place_of_a_table(monkeypatch: pytest.MonkeyPatch, cudnn: 
         assert choose.decide(PLAIN).backend
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({}, "train/dense/d128/medium/banded"),
-        ({"training": False, **spec(right=-1)}, "infer/dense/d128/medium/full"),
-        (sizes(sq=1), "train/dense/d128/decode/banded"),
-        (sizes(sq=512, skv=512, d_qk=64, d_v=64), "train/dense/d64/short/banded"),
-        (sizes(sq=4096, d_qk=192), "train/dense/d192/long/banded"),
-        ({**THD, **sizes(d_v=256)}, "train/packed/d256/medium/banded"),
-    ],
-)
-def test_shape_classes(changes: dict[str, Any], name: str) -> None:
-    assert choose.shape_class(replace(PLAIN, **changes)) == name
-
-
 # ------------------------------------------------------------------------------------------- through the module
 
 
@@ -421,11 +406,6 @@ def test_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("FusedAttention: NVTE_FUSED_ATTN=0", "UnfusedDotProductAttention: NVTE_UNFUSED_ATTN=0", "GPUs only"):
         assert part in str(caught.value)
     assert chosen(module, *tensors) is None
-
-
-def test_score_mod_is_refused_with_reasons() -> None:
-    with pytest.raises(ValueError, match="a score_mod needs a GPU .torch_score_mod is its form"):
-        DotProductAttention(4, 16, 2)(*inputs(), score_mod=lambda *a: a)
 
 
 def test_deterministic_requests(monkeypatch: pytest.MonkeyPatch) -> None:

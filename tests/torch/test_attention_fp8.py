@@ -10,14 +10,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.ops import raw as ops
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
 from te_torch.attention import env, fp8
 from te_torch.attention.choose import NoBackendError
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.autocast import number_of, precision_of
-from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import Float8Tensor
 from te_torch.transformer.multihead import MultiheadAttention
 from tests.backends import devices
@@ -277,50 +276,6 @@ def test_a_block_hands_over_what_is_quantized(
             assert snr_db(got, want) > DB["fp8 attention block"]
 
 
-@on_devices
-@pytest.mark.parametrize("mha", [False, True], ids=["dpa", "mha"])
-@pytest.mark.parametrize("options", [{}, {"fuse_qkv_params": True, "normalization": "RMSNorm", "activation": "swiglu"}])
-def test_a_layer_without_biases(options: dict[str, Any], mha: bool, device: str) -> None:
-    """Its last projection reads FP8 and returns the bias that it has not."""
-    torch.manual_seed(0)
-    layer = te.TransformerLayer(
-        HEADS * WIDTH,
-        512,
-        HEADS,
-        bias=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=torch.bfloat16,
-        device=device,
-        **options,
-    )
-    x = torch.randn(64, 2, HEADS * WIDTH, device=device).bfloat16().requires_grad_()
-    inputs, dy = [x, *layer.parameters()], torch.randn(64, 2, HEADS * WIDTH, device=device).bfloat16()
-    found = []
-    for recipe in (None, delayed(fp8_mha=mha), delayed(fp8_mha=mha)):
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
-            y = layer(x)
-        found.append([y.detach(), *torch.autograd.grad(y, inputs, dy)])
-    assert layer.self_attention.core_attention.fp8_state is not None
-    for got, want in zip(found[-1], found[0], strict=True):
-        assert snr_db(got, want) > DB["fp8 attention block"]
-
-
-@on_devices
-def test_gradients_of_quantized_inputs(device: str) -> None:
-    """A packed projection that came quantized gets its gradient quantized, in its own shape."""
-    module = DotProductAttention(HEADS, WIDTH)
-    project = te.Linear(32, 3 * HEADS * WIDTH, params_dtype=torch.bfloat16, device=device)
-    x = torch.randn(16, 2, 32, device=device).bfloat16().requires_grad_()
-    seen: list[torch.Tensor] = []
-    with te.autocast(recipe=delayed(fp8_mha=True)):
-        packed = project(x, fp8_output=True)
-        packed.register_hook(lambda g: seen.append(g))
-        y = module._attend_packed(packed, None, False)
-    (dx,) = torch.autograd.grad(y, (x,), torch.ones_like(y))
-    assert isinstance(seen[0], QuantizedTorch) and seen[0].shape == packed.shape and dx.shape == x.shape
-
-
 # ------------------------------------------------------------------------------------------------- the recipe
 
 
@@ -447,16 +402,6 @@ def test_no_fp8_without_being_asked() -> None:
     with te.autocast(enabled=False, calibrating=True, recipe=delayed()):
         assert torch.equal(module(*inputs[:3]), y)
     assert module.fp8_state is None
-
-
-def test_what_has_no_fp8_says_so() -> None:
-    q, k, v, _ = values("cpu")
-    module = DotProductAttention(HEADS, WIDTH, softmax_type="learnable")
-    with te.autocast(recipe=delayed()), pytest.raises(UnsupportedError, match="learnable"):
-        module(*(t.to(module.softmax_offset.device) for t in (q, k, v)))
-    module = DotProductAttention(HEADS, WIDTH)
-    with te.autocast(recipe=MXFP8BlockScaling(fp8_dpa=True)), pytest.raises(UnsupportedError, match="mxfp8"):
-        module(q, k, v)
 
 
 def test_packed_queries_with_a_cache_in_rows() -> None:

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
 from tests.backends import devices
@@ -100,15 +97,6 @@ def test_alignment_of_the_region(recipe: Any, align: int) -> None:
     assert Fp8Padding(1)(x, [4])[0].shape[0] in (16, 32), "outside of a region: the default recipe's"
 
 
-@given(splits=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any), align=st.sampled_from([1, 2, 16, 32]))
-def test_any_splits(splits: list[int], align: int) -> None:
-    x = values(sum(splits), 3)
-    padded, sizes = Fp8Padding(len(splits), align)(x, splits)
-    expected, expected_sizes = reference(x, splits, align)
-    assert list(sizes) == expected_sizes and torch.equal(padded, expected)
-    assert torch.equal(Fp8Unpadding(len(splits), align)(padded, splits), x)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_under_torch_autocast(dtype: torch.dtype) -> None:
     """Rows are moved, not computed with: they keep their dtype, and torch's rule for mixed dtypes is not asked."""
@@ -117,34 +105,3 @@ def test_under_torch_autocast(dtype: torch.dtype) -> None:
         padded, sizes = Fp8Padding(2, 16)(x, [10, 20])
         back = Fp8Unpadding(2, 16)(padded, [10, 20])
     assert list(sizes) == [16, 32] and padded.dtype == dtype and torch.equal(back, x)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_mistakes() -> None:
-    x = values(20, 4)
-    for module in (Fp8Padding(3, 16), Fp8Unpadding(3, 16)):
-        with pytest.raises(AssertionError, match="2 entries"):
-            module(x, [3, 17])
-    with pytest.raises(ArgumentError, match="sum of m_splits"):
-        Fp8Padding(2, 16)(x, [3, 16])
-    with pytest.raises(ArgumentError, match="sum of m_splits"):
-        Fp8Unpadding(2, 16)(x, [3, 17])
-    with pytest.raises(ArgumentError, match="no negative"):
-        Fp8Padding(2, 16)(x, [-3, 23])
-    with pytest.raises(ArgumentError, match="K\\]"):
-        Fp8Padding(1, 16)(values(2, 10, 4), [20])
-    with pytest.raises(UnsupportedError, match="a nested tensor"):
-        Fp8Padding(2, 16)(torch.nested.nested_tensor([values(3, 4), values(5, 4)]), [3, 5])
-    with pytest.raises(ArgumentError, match="align_size=0"):
-        Fp8Padding(1, 0)
-
-
-@pytest.mark.parametrize("kind", [Fp8Padding, Fp8Unpadding])
-def test_splits_that_are_none(kind: Any) -> None:
-    """Numbers of rows in a list or an integer tensor, and nothing that only counts like one."""
-    for wrong in ("44", ["4", "4"], None, 5, [[4, 4]], [4.0, 4.0], torch.tensor([[4, 4]]), torch.tensor([4.0, 4.0])):
-        with pytest.raises(ArgumentError, match=f"{kind.__name__}: got m_splits: .*Allowed: a list of integers"):
-            kind(2, 4)(values(8, 4), wrong)
-    for wrong in ("x", None):
-        with pytest.raises(ArgumentError, match=f"{kind.__name__}: got an input {wrong!r}"):
-            kind(2, 4)(wrong, [4, 4])

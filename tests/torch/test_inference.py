@@ -13,9 +13,8 @@ from examples.generate import generate, generate_uncached
 from te_cli.gpt import GPT
 from te_cli.settings import GPTConfig
 from te_core.errors import ArgumentError
-from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
-from te_torch.attention.kv_cache import KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager, _moves
+from te_torch.attention.kv_cache import KVCacheManager, PagedKVCacheManager, _moves
 from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.transformer.layer import TransformerLayer
 from tests.backends import devices, requires_cuda
@@ -243,62 +242,17 @@ def test_continuation_by_several_tokens_is_refused():
     assert p.sequences == {1: 4}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"num_heads_kv": None},
-        {"head_dim_k": None},
-        {"dtype": None},
-        {"qkv_format": "bhsd"},
-        {"qkv_format": "thd"},
-        {"is_paged": True},
-        {"is_paged": True, "page_size": 5, "total_num_pages": 19},
-        {"is_paged": True, "page_size": 4, "total_num_pages": 23},
-        {"is_paged": True, "page_size": -4, "total_num_pages": -24},
-        {"max_batch_size": 0},
-        {"max_sequence_length": -1},
-        {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "is_paged": True},
-        {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "qkv_format": "thd", "max_ctx_len": 8},
-    ],
-)
-def test_documented_assertions(arguments):
-    usual = {"num_heads_kv": HEADS, "head_dim_k": D_K, "dtype": torch.float32, "device": "cpu"}
-    sizes = {"max_batch_size": ROWS, "max_sequence_length": CAPACITY}
-    with pytest.raises(AssertionError, match="InferenceParams: got"):
-        InferenceParams(**(sizes | usual | arguments))
-
-
-def test_step_refusals():
-    def tokens(*shape):
-        return torch.zeros(*shape, HEADS, D_K), torch.zeros(*shape, HEADS, D_V)
-
-    p = params("cpu", dtype=torch.float32)
-    with pytest.raises(ValueError, match="call pre_step"):
-        p.step(1, *tokens(1, 1), "bshd")
-    p.pre_step(OrderedDict({1: 4, 2: 1}))
-    for shape, form in (((2, 3), "bshd"), ((1, 4), "bshd"), ((5, 4), "bshd"), ((2, 4), "sbhd")):
-        with pytest.raises(ValueError, match="as pre_step announced"):
-            p.step(1, *tokens(*shape), form)
-    with pytest.raises(ValueError, match="max_ctx_len"):
-        p.step(1, *tokens(5), "thd")
-    with pytest.raises(ValueError, match="new_k = .*of dtype float32"):
-        p.step(1, *(t.bfloat16() for t in tokens(2, 4)), "bshd")
-    with pytest.raises(ValueError, match="pass device="):
-        p.step(1, *(t.to("meta") for t in tokens(2, 4)), "bshd")
-    with pytest.raises(ValueError, match="without pages"):
-        p.convert_paged_to_nonpaged(1)
-    with pytest.raises(ValueError, match="layer_number=1. Allowed: a layer that has a cache: none yet"):
-        params("cpu", paged=True).convert_paged_to_nonpaged(1)
+def test_the_longest_of_a_step():
+    """As it was, where a step is refused."""
     packed = params("cpu", form="thd", max_ctx_len=4)
     with pytest.raises(ValueError, match="max_ctx_len=4"):
         packed.pre_step(OrderedDict({1: 5}))
-    packed.pre_step(OrderedDict({1: 4}))
-    assert packed.max_seqlen_q == 4
-    packed.pre_step(OrderedDict({1: 1}))
-    assert packed.max_seqlen_q == 1
+    for tokens in (4, 1):
+        packed.pre_step(OrderedDict({1: tokens}))
+        assert packed.max_seqlen_q == tokens
     with pytest.raises(RuntimeError, match="full"):
         packed.pre_step(OrderedDict((9 + n, 2) for n in range(ROWS + 1)))
-    assert packed.max_seqlen_q == 1  # nothing has changed
+    assert packed.max_seqlen_q == 1
 
 
 def test_custom_manager():
@@ -318,48 +272,6 @@ def test_custom_manager():
 
 
 # --------------------------------------------------------------------------------------------- attention over it
-
-
-def causal(q, k, v):
-    """The last len(q) tokens of a sequence attend to all before them: [tokens, heads, d] in float64."""
-    q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
-    k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
-
-
-@pytest.mark.parametrize("device", devices())
-@covering(paged=[False, True], form=FORMS)
-def test_attention_equals_the_whole_sequence(device, paged, form):
-    """Grouped heads of two widths; every token's output is that of causal attention over its sequence."""
-    p = params(device, paged=paged, form=form, dtype=torch.float32)
-    attention = DotProductAttention(
-        2 * HEADS, (D_K, D_V), HEADS, qkv_format=form, attn_mask_type="padding_causal", layer_number=3
-    ).eval()
-    kept: dict[int, list[torch.Tensor]] = {}
-    for step in schedule(77 + number_of(form, paged), steps=15):
-        p.pre_step(step)
-        q, k, v = (
-            {n: torch.randn(count, heads, d, device=device) for n, count in step.items()}
-            for heads, d in ((2 * HEADS, D_K), (HEADS, D_K), (HEADS, D_V))
-        )
-        kept = {
-            n: [torch.cat(both) for both in zip(kept[n], (k[n], v[n]), strict=True)] if n in kept else [k[n], v[n]]
-            for n in step
-        }
-        batch = [batch_of(step, form, t, len(step), 0) for t in (q, k, v)]
-        with torch.no_grad():
-            out = attention(*batch, inference_params=p)
-        begin = 0
-        for row, (n, count) in enumerate(step.items()):
-            if form == "thd":
-                got = out[begin : begin + count]
-            else:
-                got = (out[row] if form == "bshd" else out[:, row])[:count]
-            begin += count
-            want = causal(q[n], *kept[n])
-            torch.testing.assert_close(got.double(), want.flatten(1), rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ a model that generates
@@ -526,20 +438,6 @@ def test_older_form_with_gradients_after_inference_mode():
     torch.testing.assert_close(got, want, rtol=0, atol=0, check_layout=False)
 
 
-def test_older_form_refusals():
-    p = InferenceParams(2, 8, device="cpu")
-    k = torch.zeros(2, 4, HEADS, D_K)
-    for offsets in ((5, 0), (0, 1)):
-        p.sequence_len_offset, p.batch_size_offset = offsets
-        with pytest.raises(RuntimeError, match="KV cache is full!"):
-            p.step(1, k, k, "bshd")
-    p.reset()
-    with pytest.raises(ValueError, match="sequence_len_offset"):
-        p.pre_step(OrderedDict({1: 1}))
-    with pytest.raises(ValueError, match="first step"):
-        p.allocate_memory(1)
-
-
 # ---------------------------------------------------------------------------------------------------- CUDA
 
 
@@ -573,21 +471,3 @@ def test_capture(paged):
     for row, n in enumerate(p.sequences):
         want = torch.cat(expected[n])
         torch.testing.assert_close(held(cache, table, row, len(want)), want, rtol=0, atol=0)
-
-
-def test_managers_without_inference_params():
-    """As they are documented: called by hand."""
-    for manager in (
-        NonPagedKVCacheManager(2, 8, HEADS, D_K, torch.float32, device="cpu"),
-        PagedKVCacheManager(2, 8, HEADS, D_K, torch.float32, device="cpu", total_num_pages=4, page_size=4),
-    ):
-        manager.allocate_memory(1)
-        assert manager.pre_step(OrderedDict({1: 3, 2: 5})) == {1: 3, 2: 5}
-        cu = torch.tensor([0, 3, 8], dtype=torch.int32)
-        new = torch.randn(8, HEADS, D_K)
-        k, v = manager.step(1, new, -new, cu, cu, "thd")
-        table = getattr(manager, "page_table", None)
-        torch.testing.assert_close(held(k, table, 1, 5), new[3:], rtol=0, atol=0)
-        torch.testing.assert_close(held(v, table, 0, 3), -new[:3], rtol=0, atol=0)
-        manager.reset()
-        assert not manager.sequences

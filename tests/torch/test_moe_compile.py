@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
-from te_core.recipe import Float8CurrentScaling
+from te_core.recipe import DelayedScaling
 from te_torch.training import moe_operators
 from tests.backends import devices
+from tests.module_steps import fp8_state
 from tests.moe_cases import E, H, K, T, by_index, normal, probabilities, routing, through_experts
 
 DEVICES = devices()
@@ -73,7 +75,7 @@ def test_num_out_tokens_of_other_libraries(kind: Callable[[int], Any], device: s
     assert counter.frame_count == 1
 
 
-RECIPE = Float8CurrentScaling()
+RECIPE = DelayedScaling(amax_history_len=3)
 
 
 def all_rows(x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, experts: Any) -> torch.Tensor:
@@ -102,17 +104,18 @@ def test_rows_that_a_program_counts(function: Callable[..., torch.Tensor], backe
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     experts = te.GroupedLinear(E, H, H, device=device)
+    others = copy.deepcopy(experts)
     for step in range(4):
         drawn = torch.rand(T, E, generator=torch.Generator().manual_seed(step))
         mask = (drawn < 0.3 * step).int().to(device)
         results = []
-        for run in (function, compiled):
-            x = normal(T, H, device=device).requires_grad_()
+        for run, layer in ((function, experts), (compiled, others)):
+            x = ((step + 1) * normal(T, H, device=device)).requires_grad_()
             probs = probabilities(mask).requires_grad_()
-            experts.zero_grad()
-            y = run(x, probs, mask, experts)
+            layer.zero_grad()
+            y = run(x, probs, mask, layer)
             y.backward(normal(T, H, device=device, seed=9))
-            results.append((y, x.grad, probs.grad, experts.weight0.grad))
+            results.append((y, x.grad, probs.grad, layer.weight0.grad, *fp8_state(layer).values()))
         for eager, other in zip(*results, strict=True):
             torch.testing.assert_close(other, eager)
     assert counter.frame_count == 1 and not torch._dynamo.utils.counters["graph_break"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,29 +239,6 @@ def test_all_outputs(kind: str, recipe: str, device: str) -> None:
 @on_devices
 @forms
 @kinds
-def test_half_precision(kind: str, form: str, device: str) -> None:
-    """In bf16 the sum of two gradients is rounded once, so it is at least as near as one after the other."""
-    module = make(kind, device, torch.bfloat16)
-    exact = copy.deepcopy(module).double().float()
-    got, apart = (run(module, form, fused, "plain", (True, True)) for fused in (True, False))
-    assert torch.equal(got["output 0"], apart["output 0"]) and torch.equal(got["output 1"], apart["output 1"])
-    device_leaves = leaves(device, torch.bfloat16)
-    adds, biased, p = FORMS[form]
-    x, residual, bias = (t.detach().float().requires_grad_() for t in device_leaves.values())
-    stream = x
-    if adds:
-        stream = bias_dropout_add(x, bias if biased else None, residual, p, True, pair_of(device))
-    out = exact(stream)
-    grads = [gradient_for(t.bfloat16(), seed=20 + i).float() for i, t in enumerate((out, stream))]
-    torch.autograd.backward([out, stream], grads)
-    for name, leaf in (("x", x), ("residual", residual), ("bias", bias)):
-        if leaf.grad is not None:
-            assert snr_db(got[name], leaf.grad) >= max(DB["bf16"], snr_db(apart[name], leaf.grad) - 1), name
-
-
-@on_devices
-@forms
-@kinds
 def test_one_node(kind: str, form: str, device: str) -> None:
     """Both outputs are of one node of autograd, and nothing is saved that was not saved before."""
     module = make(kind, device)
@@ -386,44 +362,6 @@ def test_under_torch_autocast(kind: str, device: str) -> None:
     assert torch.equal(total, bias_dropout_add(*half, 0.0))
     torch.autograd.backward([out, total], [gradient_for(out), gradient_for(total)])
     assert all(t.grad.dtype == torch.float32 for t in given.values())
-
-
-COMPILED = [("LayerNormLinear", "dropout", "delayed"), ("LayerNormMLP", "sum", "plain")]
-
-
-@on_devices
-@pytest.mark.parametrize(
-    ("kind", "form", "recipe"),
-    [
-        pytest.param(*case, marks=[] if case in COMPILED else [pytest.mark.full])
-        for case in itertools.product(KINDS, FORMS, RECIPES)
-    ],
-)
-def test_under_the_compiler(kind: str, form: str, recipe: str, device: str) -> None:
-    """A compiled graph has two operations for it; in float32 the numbers are the same."""
-    torch._dynamo.reset()
-    eager = make(kind, device)
-    compiled = copy.deepcopy(eager)
-    adds, biased, p = FORMS[form]
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def traced(x: Any, residual: Any, bias: Any, rng: Any) -> Any:
-        return compiled(Branch(x, residual if adds else None, bias if biased else None, p, rng))
-
-    def direct(x: Any, residual: Any, bias: Any, rng: Any) -> Any:
-        return eager(Branch(x, residual if adds else None, bias if biased else None, p, rng))
-
-    for _ in range(2):
-        found = []
-        for module, function in ((eager, direct), (compiled, traced)):
-            given = leaves(device)
-            with region(recipe):
-                out, stream = function(*given.values(), pair_of(device))
-            torch.autograd.backward([out, stream], [gradient_for(out), gradient_for(stream, 8)])
-            grads = [t.grad for t in (*given.values(), *module.parameters()) if t.grad is not None]
-            found.append({str(i): t.detach() for i, t in enumerate((out, stream, *grads))})
-            module.zero_grad()
-        assert not differences(*found)
 
 
 @on_devices

@@ -10,11 +10,10 @@ import torch
 
 from te_core import dtypes
 from te_core.backends.cuda import cudnn
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_torch.attention import choose
 from te_torch.attention import score_mod as functions
 from te_torch.attention.dot_product import DotProductAttention
-from te_torch.attention.inference import InferenceParams
 from tests.attention_rounding import assert_rounded_only, exact
 from tests.backends import devices, requires_cuda
 from tests.module_steps import values
@@ -89,30 +88,6 @@ def test_equals_the_formula(name: str, device: str) -> None:
         stepped(attention(), here, torch_score_mod=CHANGES[name][0]), formula(tensors, change), strict=True
     ):
         torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-5)
-
-
-@on_devices
-@pytest.mark.parametrize("form", ["bshd", "sbhd"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_equals_the_options_of_the_module(form: str, dtype: torch.dtype, device: str) -> None:
-    """A causal mask, a soft-cap and ALiBi, said by functions, beside the module's own."""
-    tensors, tight = qkv(device, form, dtype=dtype), dtype == torch.float32
-    bound = {"rtol": 1e-5, "atol": 1e-5} if tight else {"rtol": 3e-2, "atol": 3e-2}
-    slopes = torch.tensor([2.0 ** (-2 * k) for k in range(1, HEADS + 1)], device=device)
-    cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-        (CHANGES["causal"][0], {"attn_mask_type": "causal"}, {}),
-        (CHANGES["soft-cap"][0], {"logit_softcap": 0.8}, {}),
-        (
-            lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(),
-            {},
-            {"core_attention_bias_type": "alibi", "bottom_right_diagonal": False},
-        ),
-    ]
-    for change, options, call in cases:
-        got = stepped(attention(qkv_format=form), tensors, torch_score_mod=change)
-        want = stepped(attention(qkv_format=form, **options), tensors, **call)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, **bound)
 
 
 @on_devices
@@ -192,33 +167,6 @@ def same(graph: Any, score: Any, tensors: Any) -> Any:
     return score
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        ({"score_mod_bprop": same}, "score_mod_bprop without score_mod"),
-        ({"score_mod_tensors": {}}, "score_mod_tensors without score_mod"),
-        ({"score_mod_bprop_tensors": {}}, "score_mod_bprop_tensors without score_mod"),
-        ({"score_mod": same, "score_mod_bprop_tensors": {}}, "score_mod_bprop_tensors without score_mod_bprop"),
-        ({"score_mod": 3}, "score_mod=3"),
-        ({"score_mod": same, "score_mod_bprop": 3}, "score_mod_bprop=3"),
-        ({"torch_score_mod": "causal"}, "torch_score_mod='causal'"),
-        ({"score_mod": same, "score_mod_tensors": [1]}, "score_mod_tensors of list"),
-        ({"score_mod": same, "score_mod_tensors": {1: torch.ones(1)}}, "score_mod_tensors of dict"),
-        ({"score_mod": same, "score_mod_tensors": {"a": 1.0}}, "score_mod_tensors of dict"),
-        ({"score_mod": same, "score_mod_tensors": {"a": torch.ones(1, requires_grad=True)}}, "requires_grad"),
-        ({"score_mod": same, "torch_score_mod": same}, "score_mod and torch_score_mod"),
-        ({"torch_score_mod": lambda s, *_: s.sum()}, "gives torch.float32 ()"),
-        ({"torch_score_mod": lambda s, *_: None}, "gives None"),
-        ({"torch_score_mod": lambda s, *_: s > 0}, "gives torch.bool"),
-    ],
-)
-def test_arguments_that_are_refused(options: dict[str, Any], part: str) -> None:
-    """By the documented AssertionError, which is also a ValueError in four parts."""
-    with pytest.raises(AssertionError) as caught:
-        attention()(*qkv("cpu"), **options)
-    assert isinstance(caught.value, ArgumentError) and part in str(caught.value) and "To do: " in str(caught.value)
-
-
 BARE: dict[str, Any] = {"score_mod": "graph", **spec(right=-1), "mask": "no_mask"}
 
 
@@ -251,19 +199,6 @@ def test_the_graph_of_a_score_mod(changes: dict[str, Any], part: str | None, mon
     found = choose.eligible(replace(PLAIN, **{**BARE, **changes}))
     assert all(reason for name, reason in found.items() if name != choose.FUSED), found
     assert found[choose.FUSED] is None if part is None else part in (found[choose.FUSED] or ""), found[choose.FUSED]
-
-
-def test_a_graph_on_the_cpu_names_the_other_form() -> None:
-    with pytest.raises(ValueError, match="a score_mod needs a GPU .torch_score_mod is its form on torch") as caught:
-        attention()(*qkv("cpu"), score_mod=same)
-    assert isinstance(caught.value, UnsupportedError)
-
-
-def test_a_cache_has_no_places() -> None:
-    module, tensors = attention(attn_mask_type="padding_causal", num_gqa_groups=HEADS), qkv("cpu")
-    p = InferenceParams(B, 2 * S, device="cpu")
-    with pytest.raises(ValueError, match="excludes a KV cache"), torch.no_grad():
-        module(tensors[0], tensors[0], tensors[0], inference_params=p, torch_score_mod=CHANGES["causal"][0])
 
 
 # ------------------------------------------------------------------------------------------------- keys of functions
