@@ -11,9 +11,8 @@ from te_core.attention import AttentionSpec
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionNeeds
 from te_torch.attention import masks, utils
 from te_torch.attention.layouts import QKV_LAYOUTS, apart
-from tests.backends import devices
+from tests.attention_steps import on_devices, padding
 
-on_devices = pytest.mark.parametrize("device", devices())
 LEADS = {"sbhd": (6, 2), "bshd": (2, 6), "thd": (12,)}
 NAMES = {"sbhd": "sb", "bshd": "bs", "thd": "t"}
 
@@ -108,12 +107,6 @@ def test_a_packed_row_comes_apart(heads: int, groups: int, packing: str, interle
 
 
 # ------------------------------------------------------------------------------------------------------- lengths
-
-
-def padding(lengths: list[int], longest: int, device: str = "cpu") -> torch.Tensor:
-    return torch.arange(longest, device=device).view(1, 1, 1, -1) >= torch.tensor(lengths, device=device).view(
-        -1, 1, 1, 1
-    )
 
 
 @on_devices

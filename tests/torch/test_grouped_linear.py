@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -373,7 +371,7 @@ def test_calibration(device: str) -> None:
 
 @on_devices
 def test_modes(device: str) -> None:
-    """torch.autocast, no_grad, more dimensions, no rows at all, copies of the module."""
+    """torch.autocast, no_grad, more dimensions, no rows at all."""
     module, splits = grouped(device, torch.float32), SPLITS[0]
     x, dy = batch(splits, device, 0, torch.float32)
     with torch.autocast(device, torch.bfloat16):
@@ -389,8 +387,6 @@ def test_modes(device: str) -> None:
         empty = module(nothing, [0] * GROUPS)
     empty.sum().backward()
     assert empty.shape == (0, N) and nothing.grad.shape == (0, K) and not module.weight0.grad.any()
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other(x, splits), y)
 
 
 @on_devices

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -447,33 +446,6 @@ def test_double_backward_is_refused(kind: str, device: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------- copies and checkpoints
-
-
-@on_devices
-@covering(
-    turns=3,
-    how=["deepcopy", "pickle", "state_dict", "assign"],
-    kind=GEMM_MODULES,
-    recipe=["delayed", "plain", "current"],  # which is the one with a state, in each of the ways
-)
-def test_copies_continue_alike(how: str, kind: str, recipe: str, device: str) -> None:
-    """A copy after two steps, scaling state included, does the third as the original does."""
-    module = make(kind, device, torch.bfloat16)
-    x = values(40, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
-    for i in range(2):
-        step(module, x * (i + 1), recipe)
-    if how == "deepcopy":
-        twin = copy.deepcopy(module)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(module))
-    else:
-        twin = make(kind, device, torch.bfloat16, seed=3)  # never ran: the checkpoint makes its state
-        state = {n: t.clone() for n, t in module.state_dict().items()}
-        assert any("fp8_state" in n for n in state) == (recipe == "delayed")
-        twin.load_state_dict(state, assign=how == "assign")
-    for i in range(2, 4):
-        assert not differences(step(twin, x * (i + 1), recipe), step(module, x * (i + 1), recipe))
-        assert not differences(fp8_state(twin), fp8_state(module))
 
 
 @on_devices

@@ -14,6 +14,7 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScali
 from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.transformer.handed import HandOver
 from te_torch.transformer.multihead import MultiheadAttention
+from tests.attention_steps import padding
 from tests.backends import devices
 from tests.covering import covering
 from tests.module_steps import gradient_for, on, randomise, step, values
@@ -112,8 +113,7 @@ def arguments(
     lengths = given = None
     if call.get("attention_mask") == "padding":
         lengths = LENGTHS
-        rows = torch.arange(S).view(1, 1, 1, -1)
-        ours["attention_mask"] = (rows >= torch.tensor([n for n, _ in LENGTHS]).view(-1, 1, 1, 1)).to(device)
+        ours["attention_mask"] = padding([n for n, _ in LENGTHS], S, device)
     elif call.get("attention_mask") == "random":
         given = (values(B, 1, S, S, seed=5) > 0.5) & ~torch.eye(S, dtype=torch.bool)
         ours["attention_mask"] = given.to(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from typing import Any
 
 import pytest
@@ -251,11 +250,6 @@ def test_fp8_state_is_started_anew() -> None:
     assert len(scales) >= 3 and any((t != 1).any() for t in scales)
     layer.reset_fp8_meta_tensors()
     assert all((t == 1).all() for t in scales)
-
-
-def test_a_layer_can_be_pickled() -> None:
-    layer, x = make("cpu"), inputs("cpu")
-    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
 
 
 def test_heads_of_another_width() -> None:

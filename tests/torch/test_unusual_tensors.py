@@ -281,10 +281,11 @@ def _refused_without_a_trace(kind: str, way: str, device: str, recipe: str | Non
 
 
 @on_devices
-@covering(turns=2, kind=MODULES, way=SURROUNDINGS, before=[0, 2])
-def test_what_only_torchs_operators_pass_through(kind: str, way: str, before: int, device: str) -> None:
-    recipe = "delayed" if kind in QUANTIZING else None
-    _refused_without_a_trace(kind, way, device, recipe, before)
+@covering(turns=2, kind=MODULES, way=SURROUNDINGS, before=[0, 2], recipe=["delayed", None, "current"])
+def test_what_only_torchs_operators_pass_through(
+    kind: str, way: str, before: int, recipe: str | None, device: str
+) -> None:
+    _refused_without_a_trace(kind, way, device, recipe if kind in QUANTIZING else None, before)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -292,12 +293,6 @@ def test_what_only_torchs_operators_pass_through(kind: str, way: str, before: in
 @pytest.mark.parametrize("way", SURROUNDINGS)
 def test_the_same_interpreted(way: str, device: str) -> None:
     _refused_without_a_trace("LayerNormMLP", way, device, "delayed", 1)
-
-
-@on_devices
-@covering(kind=["Linear", "TransformerLayer"], recipe=[None, "current"], way=SURROUNDINGS)
-def test_the_same_without_state(kind: str, recipe: str | None, way: str, device: str) -> None:
-    _refused_without_a_trace(kind, way, device, recipe, 0)
 
 
 @on_devices

@@ -110,33 +110,6 @@ def test_options_without_effect_are_told_once(group: None) -> None:
         te.initialize_ub(SHAPE, 1, quantization_modes=[NONE], ub_cfgs=plain)
 
 
-def test_a_configuration_file_of_a_trainer(group: None) -> None:
-    """All GEMMs, with numbers in the place of flags, as YAML files of trainers have them."""
-    ring = {"method": "ring_exchange", "aggregate": 0, "set_sm_margin": 0, "num_sm": 1, "cga_size": 1}
-    pipeline = {
-        "method": "pipeline",
-        "num_sm": 16,
-        "cga_size": 2,
-        "num_splits": 2,
-        "set_sm_margin": 1,
-        "atomic_gemm": 0,
-    }
-    bulk = {"method": "bulk", "num_sm": 4, "cga_size": 2, "set_sm_margin": 0}
-    cfg = {
-        **{f"{name}_fprop": ring for name in ("qkv", "fc1")},
-        **{f"{name}_fprop": pipeline for name in ("proj", "fc2")},
-        **{f"{name}_dgrad": ring for name in ("proj", "fc2")},
-        **{f"{name}_{gemm}": bulk for name in ("qkv", "fc1") for gemm in ("dgrad", "wgrad")},
-    }
-    with pytest.warns(UserWarning) as told:
-        te.initialize_ub(SHAPE, 1, quantization_modes=[NONE, FP8], ub_cfgs=cfg, bootstrap_backend="gloo")
-    said = "initialize_ub: without effect in this release: set_sm_margin of proj_fprop; set_sm_margin of fc2_fprop"
-    assert [str(one.message) for one in told] == [said]
-    assert [(g.method, g.num_splits) for g in (overlap.get_ub("fc2_fprop", fp8) for fp8 in (False, True))] == [
-        ("pipeline", 2)
-    ] * 2
-
-
 def test_flags_on_one_rank_do_nothing_and_say_so() -> None:
     """They need no initialize_ub there."""
     flags = {"ub_overlap_ag": True, "ub_bulk_dgrad": True, "ub_name": "qkv"}
@@ -158,6 +131,12 @@ GOOD: list[dict[str, Any]] = [
     {"qkv_dgrad": {"method": "ring_exchange", "is_reduce_scatter": True}},
     {"qkv_dgrad": {"method": "pipeline"}},
     {"qkv_wgrad": {"method": "bulk"}, "proj_wgrad": {"method": "external"}},
+    # As YAML files of trainers have it.
+    {
+        "fc1_fprop": {"method": "ring_exchange", "aggregate": 0, "set_sm_margin": 0, "num_sm": 1, "cga_size": 1},
+        "fc2_fprop": {"method": "pipeline", "num_splits": 2, "set_sm_margin": 1, "atomic_gemm": 0},
+        "qkv_wgrad": {"method": "bulk", "num_sm": 4, "cga_size": 2, "set_sm_margin": 0},
+    },
     {"qkv_fprop": {"atomic_gemm": True}, "proj_fprop": {"atomic_gemm": True, "method": "ring_exchange"}},
 ]
 
