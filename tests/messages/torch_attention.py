@@ -247,6 +247,26 @@ ROWS.add(cached, 5, form="thd")
 ROWS.add(cached, 2, 4, to={"dtype": torch.bfloat16})
 ROWS.add(cached, 2, 4, to=META)
 ROWS["pages of a cache in rows"] = lambda: cache().convert_paged_to_nonpaged(1)
+
+
+def continued() -> None:
+    """A sequence of the cache goes on by three tokens."""
+    p = cache()
+    p.pre_step(OrderedDict({1: 4}))
+    p.pre_step(OrderedDict({1: 3}))
+
+
+ROWS.add(continued)
+
+
+def five_rows(p: Any) -> None:
+    """Of a cache for four."""
+    module = make(layer_number=1, attn_mask_type="padding_causal")
+    module(*(shaped(5, 3, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)), inference_params=p)
+
+
+ROWS["a fifth sequence"] = lambda: five_rows(cache(head_dim_k=WIDTH, head_dim_v=WIDTH))
+ROWS["a fifth sequence in the older form"] = lambda: five_rows(InferenceParams(4, 24, device="cpu"))
 PAGED = {"is_paged": True, "page_size": 4, "total_num_pages": 24}
 ROWS["pages of a layer that has none"] = lambda: cache(**PAGED).convert_paged_to_nonpaged(1)
 ROWS["pre_step of the older form"] = lambda: InferenceParams(2, 8, device="cpu").pre_step(OrderedDict({1: 1}))
@@ -296,6 +316,11 @@ ROWS["starts beyond the angles"] = lambda: turn(start_positions=torch.tensor([0,
 ROWS["angles on another device"] = lambda: turn(freqs=FREQS.to("meta"), fused=True)
 ROWS["angles of keys on another device"] = lambda: turn_all(k=FREQS.to("meta"))
 ROWS.add(turn_all, tensor_format="thd")
+for layout in (torch.strided, torch.jagged):
+    for fused in (False, True):
+        ROWS[f"rotary embedding of a nested tensor, {layout}, fused={fused}"] = lambda layout=layout, fused=fused: turn(
+            torch.nested.nested_tensor([shaped(2, 2, 8), shaped(3, 2, 8)], layout=layout), fused=fused
+        )
 ROWS.add(turn_all, start_positions=STARTS, cp_size=2)
 ROWS.add(turn_all, split=(10, 8, 6))
 ROWS["a projection that does not lie in one piece"] = lambda: apply_fused_qkv_rotary_pos_emb(

@@ -14,6 +14,7 @@ from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
 from tests.messages.rows import Rows
 from tests.moe_cases import H, K, T, normal, probabilities, routing
 from tests.torch.test_bad_options import make as module
+from tests.torch.test_unusual_tensors import MODULES, WIDTH, shape
 
 ROWS = Rows()
 
@@ -72,6 +73,23 @@ def grouped(splits: Any = (4, 4), inp: Any = None, made: dict[str, Any] | None =
 
 for splits in (*SPLITS, [8], [4, 5], [9, -1]):
     ROWS.add(grouped, splits)
+ROWS["compiled groups of other rows"] = lambda: torch.compile(
+    te.GroupedLinear(2, 16, 32, device="cpu"), fullgraph=True, backend="aot_eager"
+)(torch.zeros(6, 16), torch.tensor([2, 3]))
+
+
+def moved(quantizer: Any) -> None:
+    """Tokens of a format that cannot be permuted."""
+    te.moe_permute(quantizer(torch.ones(128, 256, dtype=torch.bfloat16)), routing("cpu", 128), 500)
+
+
+E4M3 = te.DType.kFloat8E4M3
+ROWS["moe_permute of tiles"] = lambda: moved(te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False))
+ROWS["moe_permute of NVFP4"] = lambda: moved(te.NVFP4Quantizer())
+ROWS["moe_permute of columns"] = lambda: moved(te.MXFP8Quantizer(E4M3, rowwise=False, columnwise=True))
+ROWS["moe_unpermute of FP8"] = lambda: te.moe_unpermute(
+    te.MXFP8Quantizer(E4M3, rowwise=True, columnwise=False)(OUT.bfloat16()), MAP
+)
 ROWS.add(grouped, inp=torch.randn(8, 4))
 ROWS.add(grouped, made={"fuse_wgrad_accumulation": True})
 ROWS.each(grouped, out=(torch.empty(7, 8), torch.empty(8, 8).half(), torch.empty(8, 4), [], "inp"), dgrad_out=("inp",))
@@ -154,6 +172,32 @@ ROWS["linear_cross_entropy differentiated twice"] = lambda: twice(lambda x: te.l
 ROWS["moe_permute differentiated twice"] = lambda: twice(
     lambda x: te.moe_permute(x[0], torch.zeros(25, 1, dtype=torch.int32), **INDEX)[0]
 )
+
+# ------------------------------------------------------------------------------------------------- unusual tensors
+
+
+def nested(kind: str, layout: torch.layout) -> None:
+    """A list of parts, which has no shape that a layer could go by."""
+    parts = [torch.randn(2 + i, *shape(kind)[-2 if kind == "DotProductAttention" else -1 :]) for i in range(2)]
+    x = torch.nested.nested_tensor(parts, layout=layout)
+    layer = te.GroupedLinear(2, WIDTH, WIDTH, device="cpu") if kind == "GroupedLinear" else MODULES[kind]("cpu")
+    layer(x, *([2, 3],) * (kind == "GroupedLinear"))
+
+
+def of(kind: str, change: Any) -> None:
+    """A layer of this kind on its input, changed."""
+    MODULES[kind]("cpu")(change(torch.randn(shape(kind))))
+
+
+for kind in MODULES:
+    ROWS[f"{kind} of a list"] = partial(of, kind, lambda x: [1.0, 2.0])
+    ROWS[f"{kind} of an array"] = partial(of, kind, lambda x: x.numpy())
+    ROWS[f"{kind} of a sparse tensor"] = partial(of, kind, torch.Tensor.to_sparse)
+    ROWS[f"{kind} of oneDNN's tensor"] = partial(of, kind, torch.Tensor.to_mkldnn)
+    ROWS[f"{kind} of a nested tensor"] = partial(nested, kind, torch.strided)
+    ROWS[f"{kind} of a jagged tensor"] = partial(nested, kind, torch.jagged)
+    ROWS[f"{kind} of complex numbers"] = partial(of, kind, torch.Tensor.cfloat)
+    ROWS[f"{kind} of a conjugate"] = partial(of, kind, lambda x: x.cfloat().conj())
 
 # ------------------------------------------------------------------------------------------------- data of ranks
 

@@ -424,14 +424,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         make()
 
 
-def test_compiled_refuses_wrong_splits() -> None:
-    torch._dynamo.reset()
-    module = te.GroupedLinear(2, 16, 32, device="cpu")
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with pytest.raises(ArgumentError, match=r"m_splits=\[2, 3\] with an input of 6 rows"):
-        compiled(values(6, 16), torch.tensor([2, 3]))
-
-
 def test_compiled_with_buffers_breaks_the_graph() -> None:
     torch._dynamo.reset()
     module, out = te.GroupedLinear(2, 16, 32, device="cpu"), torch.empty(6, 32)

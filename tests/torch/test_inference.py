@@ -239,14 +239,6 @@ def test_two_layers_of_one_number_are_refused(form):
     other(token, inference_params=p)
 
 
-def test_continuation_by_several_tokens_is_refused():
-    p = params("cpu")
-    p.pre_step(OrderedDict({1: 4}))
-    with pytest.raises(ValueError, match="3 tokens for sequence 1.*not expressible in pre_step"):
-        p.pre_step(OrderedDict({1: 3}))
-    assert p.sequences == {1: 4}
-
-
 def test_the_longest_of_a_step():
     """As it was, where a step is refused."""
     packed = params("cpu", form="thd", max_ctx_len=4)
@@ -524,14 +516,6 @@ def test_the_older_form_copied():
     *_, cu_q, cu_kv, _, _ = other.step(1, tokens, tokens, "bshd")
     assert cu_q.tolist() == [0, 3, 6] and cu_kv.tolist() == [0, 6, 12]
     assert other.cache_manager.cache[1][0][:, 3:6].all() and not p.cache_manager.cache[1][0][:, 3:].any()
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_more_sequences_than_the_cache_has_room_for(older):
-    model, tokens = Tiny("bshd", "cpu"), torch.zeros(ROWS + 1, 3, dtype=torch.long)
-    p = InferenceParams(ROWS, CAPACITY, device="cpu") if older else params("cpu", dtype=torch.float32, d_v=D_K)
-    with pytest.raises(ValueError, match=f"{ROWS + 1} sequences.*max_batch_size={ROWS}"):
-        model(tokens, inference_params=p)
 
 
 @pytest.mark.parametrize("device", devices())

@@ -65,23 +65,6 @@ def check_initial(name: str, p: torch.Tensor, zero_centered: bool = False) -> No
 
 
 @on_devices
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
-def test_initialisation(kind: str, zero_centered: bool, device: str) -> None:
-    if kind == "Linear":
-        module = te.Linear(256, 320, device=device)
-    else:
-        module = getattr(te, kind)(256, 320, zero_centered_gamma=zero_centered, device=device)
-    for name, p in module.named_parameters():
-        check_initial(name, p, zero_centered)
-    with torch.no_grad():
-        [p.fill_(9) for p in module.parameters()]
-    module.reset_parameters()
-    for name, p in module.named_parameters():
-        check_initial(name, p, zero_centered)
-
-
-@on_devices
 def test_init_methods(device: str) -> None:
     """Matrices only; fc2 has its own, which is the default one if not given, as documented."""
 
@@ -201,24 +184,29 @@ def test_return_bias_of_a_quantized_input(kind: str, bias: bool, device: str) ->
 
 
 @on_devices
+@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", MODULES)
-def test_meta_device(kind: str, device: str) -> None:
-    """No memory until reset_parameters, then the usual start on the default device (or where to_empty put it)."""
-    module = MODULES[kind](device="meta")
+def test_initialisation(kind: str, zero_centered: bool, device: str) -> None:
+    """No memory on the meta device until reset_parameters; then the usual start, on the default device or where to_empty
+    put it."""
+    options = {} if kind == "Linear" else {"zero_centered_gamma": zero_centered}
+    module = MODULES[kind](device="meta", **options)
     module.requires_grad_(False)
     assert all(p.is_meta for p in module.parameters())
     assert module(torch.empty(3, 5, WIDTH, device="meta")).shape[:2] == (3, 5)
     module.reset_parameters()
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    on(default, *module.parameters())
+    on("cuda" if torch.cuda.is_available() else "cpu", *module.parameters())
     assert not any(p.requires_grad for p in module.parameters())
-    placed = MODULES[kind](device="meta").to_empty(device=device)
+    placed, made = (MODULES[kind](device=where, **options) for where in ("meta", device))
+    for name, p in made.named_parameters():
+        check_initial(name, p, zero_centered)
+    placed.to_empty(device=device)
     with torch.no_grad():
-        [p.fill_(9) for p in placed.parameters()]
-    placed.reset_parameters()
-    for one in (module, placed):
+        [p.fill_(9) for one in (placed, made) for p in one.parameters()]
+    placed.reset_parameters(), made.reset_parameters()
+    for one in (module, placed, made):
         for name, p in one.named_parameters():
-            check_initial(name, p)
+            check_initial(name, p, zero_centered)
     on(device, *placed.parameters(), placed(values(2, WIDTH, device=device)))
 
 

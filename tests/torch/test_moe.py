@@ -545,24 +545,6 @@ def test_quantized_tokens_give_gradients(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_cannot_be_moved_or_added(device: str) -> None:
-    mask = routing(device, 128)
-    x = normal(128, 256, device=device, dtype=torch.bfloat16)
-    tiled = te.Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=2)(x)
-    with pytest.raises(ValueError, match="Unsupported FP8 recipe"):
-        te.moe_permute(tiled, mask, 500)
-    with pytest.raises(ValueError, match="Unsupported FP8 recipe"):
-        te.moe_permute(te.NVFP4Quantizer()(x), mask, 500)
-    column = te.MXFP8Quantizer(DType.kFloat8E4M3, rowwise=False, columnwise=True)(x)
-    with pytest.raises(ValueError, match="rowwise"):
-        te.moe_permute(column, mask, 500)
-    q = quantizers(device)["block"](x)
-    out, row_map = te.moe_permute(q, mask)
-    with pytest.raises(AssertionError, match="dequantize"):
-        te.moe_unpermute(out, row_map)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_fp8_under_a_compiler_is_refused(device: str) -> None:
     torch._dynamo.reset()
     mask = routing(device)

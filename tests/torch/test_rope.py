@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from te_core.errors import UnsupportedError
 from te_torch.attention.rope import (
     RotaryPositionEmbedding,
     apply_fused_qkv_rotary_pos_emb,
@@ -182,12 +181,3 @@ def test_under_torch_autocast(interleaved: bool, fmt: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = [apply_rotary_pos_emb(t, freqs, fused=fused, **options) for fused in (False, True)]
     assert all(a.dtype == torch.float16 and torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors() -> None:
-    for layout in (torch.strided, torch.jagged):
-        t = torch.nested.nested_tensor([torch.ones(2, 2, 8), torch.ones(3, 2, 8)], layout=layout)
-        for fused in (False, True):
-            with pytest.raises(UnsupportedError, match="a nested tensor.*cu_seqlens"):
-                apply_rotary_pos_emb(t, torch.ones(4, 1, 1, 8), "bshd", fused=fused)

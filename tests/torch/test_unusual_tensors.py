@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,37 +71,6 @@ def shape(kind: str) -> tuple[int, ...]:
     if kind == "DotProductAttention":
         return ROWS, 1, HEADS, WIDTH // HEADS
     return (ROWS, 1, WIDTH) if kind in ("MultiheadAttention", "TransformerLayer") else (ROWS, WIDTH)
-
-
-@LAYERS
-def test_what_is_no_tensor(kind: str) -> None:
-    for wrong in ([1.0, 2.0], 3, np.zeros((ROWS, WIDTH), np.float32)):
-        with pytest.raises(ArgumentError, match=rf"of type {type(wrong).__name__}.* tensor"):
-            MODULES[kind]("cpu")(wrong)
-
-
-@on_devices
-@LAYERS
-@pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
-def test_another_layout(layout: str, kind: str, device: str) -> None:
-    if layout == "to_mkldnn" and device != "cpu":
-        pytest.skip("hardware: oneDNN's layout is the CPU's")
-    x = torch.randn(shape(kind), device=device)
-    with pytest.raises(UnsupportedError, match=r"a tensor of layout torch\.\w+.*make it dense"):
-        MODULES[kind](device)(getattr(x, layout)())
-
-
-@LAYERS
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors(kind: str) -> None:
-    """A list of parts has no shape that a layer could go by. Its jagged form is named by its class."""
-    parts = [torch.randn(2 + i, *shape(kind)[-2 if kind == "DotProductAttention" else -1 :]) for i in range(2)]
-    module = te.GroupedLinear(2, WIDTH, WIDTH, device="cpu") if kind == "GroupedLinear" else MODULES[kind]("cpu")
-    sizes = ([2, 3],) if kind == "GroupedLinear" else ()
-    for layout, said in ((torch.strided, "a nested tensor.*pad it"), (torch.jagged, "a NestedTensor")):
-        x = torch.nested.nested_tensor(parts, layout=layout)
-        with pytest.raises(UnsupportedError, match=said):
-            module(x, *sizes)
 
 
 @on_devices
@@ -174,13 +142,6 @@ def test_a_sign_that_waits_elsewhere() -> None:
     compiled = torch.compile(module, backend="aot_eager")
     assert torch.equal(compiled(negated(x)), module(x))
     torch._dynamo.reset()
-
-
-@LAYERS
-def test_complex_numbers(kind: str) -> None:
-    for turn in (lambda t: t, torch.conj):
-        with pytest.raises(ArgumentError, match=r"complex64.*float32"):
-            MODULES[kind]("cpu")(turn(torch.randn(shape(kind), dtype=torch.complex64)))
 
 
 @pytest.mark.parametrize(
