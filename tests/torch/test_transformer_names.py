@@ -252,10 +252,6 @@ def test_fp8_state_is_started_anew() -> None:
     assert all((t == 1).all() for t in scales)
 
 
-def test_heads_of_another_width() -> None:
-    assert TransformerLayer(100, 200, 7, kv_channels=14, device="cpu").self_attention.proj.weight.shape == (100, 98)
-
-
 # -------------------------------------------------------------------------------------------------- both
 
 MAKE: dict[str, Any] = {"MultiheadAttention": attention, "TransformerLayer": make}
@@ -278,8 +274,3 @@ def test_groups_reach_every_attention(kind: str, options: dict[str, Any], parts:
 
 
 X = values(S, B, WIDTH)
-
-
-def test_masks_by_an_alias() -> None:
-    module, unpadded = attention("cpu"), torch.zeros(B, 1, 1, S, dtype=torch.bool)
-    assert torch.equal(module(X, attn_mask_type="causal,padding", attention_mask=unpadded), module(X))
