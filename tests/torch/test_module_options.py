@@ -187,8 +187,7 @@ def test_return_bias_of_a_quantized_input(kind: str, bias: bool, device: str) ->
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", MODULES)
 def test_initialisation(kind: str, zero_centered: bool, device: str) -> None:
-    """No memory on the meta device until reset_parameters; then the usual start, on the default device or where to_empty
-    put it."""
+    """No memory on the meta device until reset_parameters; then the usual start, on the default device or another."""
     options = {} if kind == "Linear" else {"zero_centered_gamma": zero_centered}
     module = MODULES[kind](device="meta", **options)
     module.requires_grad_(False)

@@ -58,13 +58,7 @@ def test_attention_parameters() -> None:
 
 
 def test_names_of_an_attention() -> None:
-    module = MultiheadAttention(64, 4, name="N.self_attention", **NORM, device="cpu")
-    names = {n: m.name for n, m in module.named_modules() if n and hasattr(m, "name")}
-    assert names == {
-        "layernorm_qkv": "N.self_attention.layernorm_linear_qkv",
-        "core_attention": "N.self_attention.core_attention",
-        "proj": "N.self_attention.proj",
-    }
+    """Of those that a layer's does not show."""
     assert attention("cpu", name="a").qkv.name == "a.linear_qkv"
     cross = attention("cpu", name="a", **CROSS)
     assert cross.key_value.name == "a.linear_kv" and cross.query_layer.name.startswith("Layer_")
@@ -98,7 +92,6 @@ KEYS = {
 #: What options change: entries of a part, None where the part is gone.
 CHANGED: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...] | None]]] = {
     "default": ({}, {}),
-    "fused": ({"fuse_qkv_params": True}, {"self_attention.layernorm_qkv": (*LAYER_NORM, "weight", "bias")}),
     "RMSNorm": (
         {"normalization": "RMSNorm"},
         {
@@ -127,11 +120,6 @@ CHANGED: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...] | None]]] = {
         },
     ),
     "learnable": ({"softmax_type": "learnable"}, {"self_attention.core_attention": ("softmax_offset",)}),
-    "qk norm": (
-        {"qk_norm_type": "LayerNorm"},
-        {"self_attention.q_norm": ("weight", "bias"), "self_attention.k_norm": ("weight", "bias")},
-    ),
-    "qk L2": ({"qk_norm_type": "L2Normalization"}, {}),
 }
 
 
@@ -271,6 +259,3 @@ def test_groups_reach_every_attention(kind: str, options: dict[str, Any], parts:
     for part in parts:
         core = module.get_submodule(f"{part}core_attention")
         assert (core.cp_global_ranks, core.cp_stream, core.cp_comm_type) == ([0], "stream", how)
-
-
-X = values(S, B, WIDTH)
