@@ -350,46 +350,6 @@ def test_what_the_fp8_state_sees_is_the_same() -> None:
     assert same(found[0][0], found[1][0]) and not differences(found[0][1], found[1][1])
 
 
-def test_texts_of_unequal_length_in_one_batch() -> None:
-    """What a client does that generates in batches: padded on the left, each text goes on as it would alone."""
-    torch.manual_seed(0)
-    embed = torch.nn.Embedding(50, 32)
-    layers = [
-        te.TransformerLayer(
-            32,
-            64,
-            4,
-            self_attn_mask_type="padding_causal",
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            attn_input_format="bshd",
-            device="cpu",
-        ).eval()
-        for _ in range(2)
-    ]
-    angles = te.RotaryPositionEmbedding(8).cpu()(64)
-
-    @torch.no_grad()
-    def go_on(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        x = embed(tokens)
-        for layer in layers:
-            x = layer(x, attention_mask=mask[:, None, None, :], rotary_pos_emb=angles)
-        return (x[:, -1] @ embed.weight.t()).argmax(-1)
-
-    texts = [torch.randint(50, (n,)) for n in (3, 7, 5)]
-    alone = []
-    for text in texts:
-        for _ in range(6):
-            text = torch.cat([text, go_on(text[None], torch.zeros(1, len(text), dtype=torch.bool))])
-        alone.append(text)
-    batch = torch.stack([torch.nn.functional.pad(t, (7 - len(t), 0)) for t in texts])
-    mask = torch.stack([torch.arange(7) < 7 - len(t) for t in texts])
-    for _ in range(6):
-        batch = torch.cat([batch, go_on(batch, mask)[:, None]], 1)
-        mask = torch.nn.functional.pad(mask, (0, 1))
-    assert all(torch.equal(row[~hidden], text) for row, hidden, text in zip(batch, mask, alone, strict=True))
-
-
 @pytest.mark.parametrize("packing", ["qkv", "kv"])
 def test_a_packed_projection_with_two_masks(packing: str, backend: str) -> None:
     q, k, v = (t.detach() for t in inputs())

@@ -192,16 +192,6 @@ def test_fused_equals_one_after_the_other(kind: str, form: str, recipe: str, dev
 
 
 @on_devices
-@covering(turns=2, kind=KINDS, form=FORMS, used=[(True, False), (False, True)])
-def test_one_of_the_outputs_used(kind: str, form: str, used: tuple[bool, bool], device: str) -> None:
-    fused = make(kind, device)
-    got, wanted = (run(m, form, m is fused, "plain", used) for m in (fused, copy.deepcopy(fused)))
-    for name, value in got.items():  # what was not reached is zero here and absent there
-        assert torch.equal(value, wanted[name]) if name in wanted else not value.any(), name
-    assert not set(wanted) - set(got)
-
-
-@on_devices
 @recipes
 @kinds
 def test_all_outputs(kind: str, recipe: str, device: str) -> None:
@@ -255,21 +245,6 @@ def test_the_stream_may_not_be_overwritten(kind: str, device: str) -> None:
     with torch.no_grad():
         out, total = module(Branch(given["x"], given["residual"]))
         assert torch.equal(total.add_(1), given["x"] + given["residual"] + 1)
-
-
-@on_devices
-@pytest.mark.parametrize("frozen", ["x", "residual", "bias", "everything before", "module"])
-@kinds
-def test_frozen_parts(kind: str, frozen: str, device: str) -> None:
-    module = make(kind, device)
-    given = leaves(device)
-    still = {"everything before": list(given.values()), "module": list(module.parameters())}.get(frozen)
-    for t in still or [given[frozen]]:
-        t.requires_grad_(False)
-    out, total = module(Branch(given["x"], given["residual"], given["bias"], 0.5))
-    torch.autograd.backward([out, total], [gradient_for(out), gradient_for(total)])
-    for t in (*given.values(), *module.parameters()):
-        assert (t.grad is not None) == t.requires_grad
 
 
 @on_devices
