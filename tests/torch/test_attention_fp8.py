@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -47,12 +48,16 @@ def step(module: Any, recipe: Any, inputs: list[torch.Tensor], **options: Any) -
     return [y.detach(), *torch.autograd.grad(y, (q, k, v), dy)]
 
 
-def alike(a: torch.Tensor, b: torch.Tensor) -> None:
+def alike(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> None:
     """Equal bits; on a GPU, whose backward adds in any order, all but a few roundings."""
-    if a.is_cuda:
-        assert snr_db(a, b) > DB["fp8 attention exact"]
-    else:
-        assert torch.equal(a, b)
+    for a, b in zip(first, second, strict=True):
+        assert snr_db(a, b) > DB["fp8 attention exact"] if a.is_cuda else torch.equal(a, b)
+
+
+def close(low: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """The output, dq, dk and dv, but for what FP8 takes from them."""
+    for name, got, want in zip(("", " dq", " dq", " dv"), low, wanted, strict=True):
+        assert snr_db(got, want) > DB[f"fp8 attention{name}"]
 
 
 @on_devices
@@ -71,10 +76,7 @@ def test_nothing_to_attend_to(sizes: dict[str, int], emulated: bool, device: str
     with te.autocast(recipe=delayed()):
         assert module(qkv_layer=packed).shape == inputs[3].shape
     given = values(device)
-    for got, wanted in zip(
-        *(step(m, delayed(), given) for m in (module, DotProductAttention(HEADS, WIDTH))), strict=True
-    ):
-        alike(got, wanted)
+    alike(*(step(m, delayed(), given) for m in (module, DotProductAttention(HEADS, WIDTH))))
 
 
 @on_devices
@@ -84,8 +86,7 @@ def test_close_to_attention_in_high_precision(device: str) -> None:
     plain = [y.detach(), *torch.autograd.grad(y, inputs[:3], inputs[3])]
     for _ in range(2):
         low = step(module, delayed(), inputs)
-    for name, got, want in zip(("", " dq", " dq", " dv"), low, plain, strict=True):
-        assert snr_db(got, want) > DB[f"fp8 attention{name}"]
+    close(low, plain)
 
 
 @on_devices
@@ -137,10 +138,8 @@ def test_checkpoints_carry_the_state(device: str) -> None:
     }
     other = DotProductAttention(HEADS, WIDTH)
     other.load_state_dict(saved)
-    for a, b in zip(step(module, delayed(), inputs), step(other, delayed(), inputs), strict=True):
-        alike(a, b)
-    for name, t in module.state_dict().items():
-        alike(t, other.state_dict()[name])
+    alike(step(module, delayed(), inputs), step(other, delayed(), inputs))
+    alike(module.state_dict().values(), other.state_dict().values())
 
 
 def test_entries_made_ahead_are_those_of_training() -> None:
@@ -171,10 +170,8 @@ def test_recomputation_is_the_forward_again(device: str, how: str) -> None:
                     y = module(q, k, v, checkpoint_core_attention=bool(again))
             found = [y.detach(), *torch.autograd.grad(y, (q, k, v), dy)]
         results.append(found)
-    for a, b in zip(*results, strict=True):
-        alike(a, b)
-    for name, t in modules[0].state_dict().items():
-        alike(t, modules[1].state_dict()[name])
+    alike(*results)
+    alike(*(module.state_dict().values() for module in modules))
 
 
 # ------------------------------------------------------------------------------------------ between projections
@@ -384,8 +381,7 @@ def test_the_unfused_backend_emulates_if_asked(device: str, variables: Any) -> N
     variables("NVTE_UnfusedDPA_Emulate_FP8", "1")
     for _ in range(2):
         found = step(unfused, delayed(), inputs)
-    for name, got, want in zip(("", " dq", " dq", " dv"), found, wanted, strict=True):
-        assert snr_db(got, want) > DB[f"fp8 attention{name}"]
+    close(found, wanted)
     for slots, way in (((2, 3, 8), "fwd"), ((0, 3, 5), "bwd")):
         a, b = (getattr(m.fp8_state, f"scale_{way}") for m in (fused, unfused))
         assert [i for i in range(len(b)) if b[i] != 1] == list(slots)
