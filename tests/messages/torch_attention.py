@@ -261,8 +261,9 @@ ROWS.add(continued)
 
 def five_rows(p: Any) -> None:
     """Of a cache for four."""
-    module = make(layer_number=1, attn_mask_type="padding_causal")
-    module(*(shaped(5, 3, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)), inference_params=p)
+    made = {"layer_number": 1, "qkv_format": "bshd", "attn_mask_type": "padding_causal"}
+    angles = shaped(24, 1, 1, WIDTH)
+    layer("MultiheadAttention", made, hidden_states=shaped(5, 3, 32), inference_params=p, rotary_pos_emb=angles)
 
 
 ROWS["a fifth sequence"] = lambda: five_rows(cache(head_dim_k=WIDTH, head_dim_v=WIDTH))
