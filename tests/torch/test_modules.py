@@ -10,7 +10,6 @@ import torch
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.recipe import DelayedScaling
 from tests.backends import devices
 from tests.covering import covering
 from tests.module_steps import (
@@ -445,33 +444,7 @@ def test_double_backward_is_refused(kind: str, device: str) -> None:
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
-# ---------------------------------------------------------------------------------------- copies and checkpoints
-
-
-@on_devices
-@covering(turns=2, assign=[False, True], length=[4, 7], kind=GEMM_MODULES)
-def test_loading_over_a_module_that_ran(assign: bool, length: int, kind: str, device: str) -> None:
-    """The loaded scales are the ones that the next step casts with, whatever the module did before."""
-    source, target = make(kind, device), make(kind, device, seed=1)
-    x = values(32, WIDTH, device=device, seed=1)
-    for i in range(2):
-        step(source, x, "delayed")
-        step(target, 100 * x, DelayedScaling(amax_history_len=length if i else 4))
-    target.load_state_dict({n: t.clone() for n, t in source.state_dict().items()}, assign=assign)
-    for _ in range(2):
-        assert not differences(step(target, x, "delayed"), step(source, x, "delayed"))
-        assert not differences(fp8_state(target), fp8_state(source))
-
-
-@on_devices
-@gemm_modules
-def test_loading_high_precision_weights_into_a_module_that_ran_in_fp8(kind: str, device: str) -> None:
-    """A checkpoint without FP8 state is that of a module that starts afresh."""
-    source, target = make(kind, device), make(kind, device, seed=1)
-    x = values(32, WIDTH, device=device, seed=1)
-    step(target, 100 * x, "delayed")
-    target.load_state_dict(source.state_dict())
-    assert not differences(step(target, x, "delayed"), step(source, x, "delayed"))
+# ---------------------------------------------------------------------------------------- state, and a weight of two
 
 
 @on_devices
@@ -491,27 +464,6 @@ def test_state_stays_float32(cast: str, kind: str, device: str) -> None:
     wanted = reference.results(module, x.to(dtype), gradient_for(got["y"]))
     assert snr_db(got["y"], wanted["y"]) >= DB["fp8 linear"]
     assert differences(fp8_state(module), before), "the state that moved is the one that is updated"
-
-
-# ------------------------------------------------------------------------------------------- several uses
-
-
-@on_devices
-@all_in_recipes
-def test_called_twice(kind: str, recipe: str, device: str) -> None:
-    """Two calls before one backward: gradients are the sum of both."""
-    module = make(kind, device)
-    xs = [values(24, WIDTH, device=device, seed=s).requires_grad_() for s in (1, 2)]
-    for _ in range(3):
-        module.zero_grad()
-        with region(recipe):
-            ys = [module(x) for x in xs]
-        grads = [gradient_for(ys[0], seed=s) for s in (3, 4)]
-        torch.autograd.backward(ys, grads)
-    wanted = [reference.results(module, x, g) for x, g in zip(xs, grads, strict=True)]
-    floor = DB["fp8 linear"] if recipe != "plain" and kind in GEMM_MODULES else DB["fp32"]
-    for name, p in module.named_parameters():
-        assert snr_db(p.grad, wanted[0][name] + wanted[1][name]) >= floor, name
 
 
 @on_devices
