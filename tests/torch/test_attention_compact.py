@@ -32,9 +32,11 @@ from tests.attention_steps import (
 )
 from tests.backends import devices, requires_cuda
 from tests.covering import covering
-from tests.module_steps import differences, values
+from tests.module_steps import differences, randomise, values
+from tests.module_steps import step as layer_step
 from tests.null_device import null_device
 from tests.reference import attention as reference
+from tests.tolerances import snr_db
 
 #: Rows of six places, "x" for a token, "." for padding.
 LAYOUTS = {
@@ -348,6 +350,29 @@ def test_what_the_fp8_state_sees_is_the_same() -> None:
         got = [moved(t) for t in got] if tensors[0] is q else got
         found.append((got, {n: t.clone() for n, t in module.state_dict().items()}))
     assert same(found[0][0], found[1][0]) and not differences(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("groups", [HEADS, GROUPS])
+def test_a_projection_that_comes_quantized(groups: int) -> None:
+    """It is taken out of its format to be moved: as good as that of tokens in front."""
+    layer = te.MultiheadAttention(
+        64, HEADS, num_gqa_groups=groups, attention_dropout=0.0, fuse_qkv_params=True, qkv_format="bshd", device="cpu"
+    )
+    randomise(layer)
+    x, dy, front = values(BATCH, SEQ, 64, seed=1), values(BATCH, SEQ, 64, seed=2), padding([4, 6, 1])
+    dy = dy * ~mask_of("left").view(BATCH, SEQ, 1)
+    found: list[list[torch.Tensor]] = []
+    for rule in (None, DelayedScaling(fp8_dpa=True, fp8_mha=True)):
+        for left in (True, False):
+            mask, given, grad = (mask_of("left"), x, dy) if left else (front, moved(x), moved(dy))
+            options = {"attn_mask_type": "padding_causal", "attention_mask": mask}
+            for _ in range(2):
+                got = layer_step(lambda t, o=options: layer(t, **o), given, rule, dy=grad, owner=layer)
+            both = (got["y"], got["dx"])
+            found.append([(moved(t) if left else t)[~front.view(BATCH, SEQ)] for t in both])
+    assert near(found[0], found[1])
+    for plain, first, second in zip(*found[1:], strict=True):
+        assert snr_db(second, plain) < 60 and snr_db(first, plain) >= snr_db(second, plain) - 4
 
 
 @pytest.mark.parametrize("packing", ["qkv", "kv"])

@@ -69,6 +69,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "dims": ((32, 32), (64, 64), (40, 72), (128, 128), (192, 128)),
     "lengths": ("odd", "cross", "tall", "one", "tiles", "empty"),
     "scale": (None, 0.3),
+    "softcap": (0.0, 2.0),
     "max_logit": (False, True),
     "checkpoint": (False, True),
     "told": ("constructor", "forward"),
@@ -92,6 +93,7 @@ class Use:
     dims: tuple[int, int] = (64, 64)
     lengths: str = "odd"
     scale: float | None = None
+    softcap: float = 0.0
     max_logit: bool = False
     checkpoint: bool = False
     told: str = "constructor"
@@ -161,6 +163,7 @@ class Prepared:
             num_gqa_groups=HEADS // u.shared,
             softmax_scale=u.scale,
             softmax_type=u.softmax,
+            logit_softcap=u.softcap,
             return_max_logit=u.max_logit,
             **(self.told if u.told == "constructor" else {"attn_mask_type": "no_mask"}),
         ).to(device)
@@ -253,7 +256,7 @@ class Prepared:
         scale = u.dims[0] ** -0.5 if u.scale is None else u.scale
         times = scale if u.bias.startswith("pre") else 1.0
         bias = None if self.bias is None else _numpy(self.bias) * times
-        p = reference.Problem(scale, softmax=u.softmax, bias=bias, **self.problem)
+        p = reference.Problem(scale, softmax=u.softmax, softcap=u.softcap, bias=bias, **self.problem)
         operands = [
             at.canonical(_numpy(t))
             for at, t in zip((self.q_place, self.kv_place, self.kv_place), (self.q, self.k, self.v), strict=True)
@@ -318,7 +321,7 @@ def test_pairs(monkeypatch, use, family, device):
 def documented(u: Use, family: str) -> bool:
     """Whether anything in this use is beyond what the family is documented to do."""
     s = SEQUENCES[u.lengths]
-    common = u.dtype == "fp32" or u.mask == "arbitrary" or u.bias.startswith("pre")
+    common = u.dtype == "fp32" or u.mask == "arbitrary" or u.bias.startswith("pre") or u.softcap > 0
     if family == "fused":
         return common or (
             u.dims[0] != u.dims[1]
