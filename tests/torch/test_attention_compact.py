@@ -296,7 +296,7 @@ def test_where_nobody_looks_nothing_is_lost(
 )
 def test_compiled(layout: str, backend: str) -> None:
     torch._dynamo.reset()
-    module = make(attn_mask_type="padding_causal", attention_dropout=0.2)
+    module = make(attn_mask_type="padding_causal", attention_dropout=0.2, softmax_type="learnable")
     compiled, found = torch.compile(module, backend="aot_eager", fullgraph=backend == FUSED), []
     options: dict[str, Any] = {"core_attention_bias_type": "post_scale_bias"}
     options["core_attention_bias"] = values(1, HEADS, SEQ, SEQ, seed=5)

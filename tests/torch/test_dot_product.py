@@ -306,22 +306,6 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(module._choices) <= 3
 
 
-@pytest.mark.parametrize("backend", [choose.FUSED, pytest.param(UNFUSED, marks=pytest.mark.full)], indirect=True)
-def test_compiled(backend: str) -> None:
-    torch._dynamo.utils.counters.clear()
-    module = make(attention_dropout=0.2, softmax_type="learnable")
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    for options in ({}, {"attention_mask": padding([6, 2, 4]), "attn_mask_type": "padding_causal"}):
-        torch.manual_seed(1)
-        tensors = inputs()
-        torch.manual_seed(1)
-        a = step(module, tensors, **options)
-        torch.manual_seed(1)
-        assert same(step(compiled, tensors, **options), a)
-    assert not torch._dynamo.utils.counters["graph_break"]
-    torch._dynamo.reset()
-
-
 def test_backends_are_those_of_the_table() -> None:
     from te_torch.attention.dot_product import RUN
 
