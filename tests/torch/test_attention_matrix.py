@@ -265,6 +265,8 @@ class Prepared:
         want = reference.forward(*operands, p)
         full, plain = (reference.backward(dy, *operands, p, centred=centred) for centred in (True, False))
         floor = DB[u.dtype]
+        if u.softcap and u.dtype == "fp16" and self.device == "cuda":
+            floor = DB["bf16"]  # cuDNN's is the hardware's tanh, of 11 bits
         close("y", _numpy(y), self.q_place.native(want.out).reshape(y.shape), 0.0, floor)
         for name, at in (("q", self.q_place), ("k", self.kv_place), ("v", self.kv_place)):
             grad, size = getattr(full, f"d{name}"), np.square(getattr(plain, f"d{name}")).sum()
