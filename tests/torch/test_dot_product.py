@@ -1,7 +1,6 @@
-"""`DotProductAttention` as a module: arguments, errors, formats, masks, packed inputs, state, recomputation, compile.
+"""`DotProductAttention` as a module: lengths, gaps, dropout, modes, masks that are not read, nothing to attend to.
 
-The numbers of every combination are judged elsewhere; here each way of saying something is compared with another way of
-saying the same.
+The numbers of every combination are in the table of test_attention_matrix.py, wrong calls in tests/messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Constructors: parameters and how they begin, what options change. Those that are refused: test_bad_options.py."""
+"""Constructors: parameters and how they begin, what options change. Against float64: test_modules.py; refused: test_bad_options.py."""
 
 from __future__ import annotations
 
