@@ -38,7 +38,7 @@ from tests.attention_steps import (
     sums,
 )
 
-# ------------------------------------------------------------------------------------------------- constructor
+# ----------------------------------------------------------------------------------------- parameters and names
 
 
 def test_the_learnable_softmax_has_a_parameter() -> None:
@@ -329,7 +329,7 @@ def test_no_pair_of_a_query_and_a_key(batch: int, queries: int, keys: int, backe
     assert [t.shape for t in padded] == [out.shape, *(t.shape for t in tensors)] and not any(t.any() for t in padded)
 
 
-# ------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------- no pairs, and masks that are not read
 
 
 @pytest.fixture
