@@ -1,4 +1,4 @@
-"""Constructors: parameters, how they begin, what options change. The numbers: test_modules.py, errors: test_bad_options.py."""
+"""Constructors: parameters and how they begin, what options change. Refused ones: test_bad_options.py."""
 
 from __future__ import annotations
 
