@@ -12,7 +12,6 @@ from te_torch.attention.choose import FUSED, UNFUSED
 from tests.backends import devices
 
 on_devices = pytest.mark.parametrize("device", devices())
-on_backends = pytest.mark.parametrize("backend", [FUSED, UNFUSED])
 HEADS, GROUPS, WIDTH, SEQ, BATCH = 4, 2, 16, 6, 3
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -327,6 +328,11 @@ def _resumed(module: Any, script: Script, recipe: str | None) -> dict[str, Any]:
     return run(module, script, recipe, between=between)
 
 
+def _copied(module: Any, script: Script, recipe: str | None) -> dict[str, Any]:
+    """After each step a copy of a copy goes on."""
+    return run(module, script, recipe, between=lambda m: pickle.loads(pickle.dumps(copy.deepcopy(m))))
+
+
 def _functional(module: Any, script: Script, recipe: str | None) -> dict[str, Any]:
     def call(*given: Any, **named: Any) -> Any:
         return torch.func.functional_call(module, dict(module.named_parameters()), given, named)
@@ -372,5 +378,6 @@ WAYS: dict[str, Way] = {
     ),
     "saved on the CPU": Way(partial(run, around=torch.autograd.graph.save_on_cpu), tapes="second"),
     "resumed": Way(_resumed, tapes="second"),
+    "copied": Way(_copied, tapes="second"),
     "functional_call": Way(_functional, tapes="second"),
 }

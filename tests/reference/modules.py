@@ -9,11 +9,16 @@ import torch
 
 Params = Mapping[str, torch.Tensor]
 
-GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+GATED = {"geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
 
 
-def activation(kind: str, h: torch.Tensor) -> torch.Tensor:
+def activation(kind: str, h: torch.Tensor, params: Mapping[str, float] | None = None) -> torch.Tensor:
     """act(h), or act(first half) * second half."""
+    if kind == "clamped_swiglu":
+        o = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, **(params or {})}
+        a, b = h.chunk(2, dim=-1)
+        a, b = a.clamp(max=o["limit"]), b.clamp(-o["limit"], o["limit"])
+        return a * torch.sigmoid(o["alpha"] * a) * (b + o["glu_linear_offset"])
     if kind in GATED:
         a, b = h.chunk(2, dim=-1)
         return activation(GATED[kind], a) * b
@@ -24,6 +29,7 @@ def activation(kind: str, h: torch.Tensor) -> torch.Tensor:
         "srelu": lambda x: x.clamp(min=0) ** 2,
         "squared_relu": lambda x: x.clamp(min=0) ** 2,
         "silu": lambda x: x * torch.sigmoid(x),
+        "sigmoid": torch.sigmoid,
     }[kind](h)
 
 
@@ -61,7 +67,8 @@ def forward(module: torch.nn.Module, x: torch.Tensor, p: Params) -> list[torch.T
         return [linear(n, torch.cat(weights), torch.cat(biases) if biases and not module.return_bias else None), n]
     h = linear(n, p["fc1_weight"], p.get("fc1_bias"))
     last_bias = None if module.return_bias else p.get("fc2_bias")
-    return [linear(activation(module.activation, h), p["fc2_weight"], last_bias), n]
+    inside = activation(module.activation, h, module.activation_params)
+    return [linear(inside, p["fc2_weight"], last_bias), n]
 
 
 def results(module: torch.nn.Module, x: torch.Tensor, *output_grads: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch._dynamo
 
 import te_torch as te
 from te_core.attention import alibi_slopes
-from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_core.recipe import DelayedScaling
 from te_torch.attention import compact, utils
 from te_torch.attention.choose import FUSED, UNFUSED
 from tests.attention_steps import (
@@ -24,9 +24,7 @@ from tests.attention_steps import (
     inputs,
     make,
     near,
-    on_backends,
     on_devices,
-    only,
     padding,
     same,
     step,
@@ -39,13 +37,6 @@ from tests.module_steps import step as layer_step
 from tests.null_device import null_device
 from tests.reference import attention as reference
 from tests.tolerances import snr_db
-
-
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets one backend through."""
-    return partial(only, monkeypatch)
-
 
 #: Rows of six places, "x" for a token, "." for padding.
 LAYOUTS = {
@@ -106,10 +97,8 @@ TYPES = ("padding", "padding_causal", "padding_causal_bottom_right")
 
 
 @on_devices
-@on_backends
 @covering(turns=2, layout=LAYOUTS, mask_type=TYPES, kind=["self", "cross"], form=["sbhd", "bshd"])
-def test_any_layout(layout: str, mask_type: str, kind: str, form: str, backend: str, device: str, use: Any) -> None:
-    use(backend)
+def test_any_layout(layout: str, mask_type: str, kind: str, form: str, backend: str, device: str) -> None:
     tensors = inputs(device)
     mask = mask_of(layout, device)
     pair = (mask, mask if kind == "self" else mask_of("holes", device).flip(0))
@@ -164,9 +153,7 @@ def test_with_what_else_there_is(option: str, layout: str, device: str) -> None:
 
 
 @on_devices
-@on_backends
-def test_the_largest_logit_is_that_of_the_tokens(backend: str, device: str, use: Any) -> None:
-    use(backend)
+def test_the_largest_logit_is_that_of_the_tokens(backend: str, device: str) -> None:
     tensors, mask = [t.detach() for t in inputs(device)], mask_of("left", device)
     with torch.no_grad():
         tensors[1][mask.view(BATCH, SEQ)] *= 1e3  # keys of padding
@@ -177,9 +164,7 @@ def test_the_largest_logit_is_that_of_the_tokens(backend: str, device: str, use:
     assert near([out[0, 2:]], [rows[0][0][0]])
 
 
-@on_backends
-def test_dropout_drops_what_it_would_of_tokens_in_front(backend: str, use: Any) -> None:
-    use(backend)
+def test_dropout_drops_what_it_would_of_tokens_in_front(backend: str) -> None:
     module, tensors = make(attn_mask_type="padding_causal", attention_dropout=0.4), [t.detach() for t in inputs()]
     torch.manual_seed(3)
     moved = module(*tensors, mask_of("left"))
@@ -291,13 +276,11 @@ def test_nothing_waits_for_a_mask() -> None:
 
 
 @on_devices
-@on_backends
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
 def test_where_nobody_looks_nothing_is_lost(
-    form: str, backend: str, device: str, use: Any, monkeypatch: pytest.MonkeyPatch
+    form: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that lie in front are moved to where they are: the same bits."""
-    use(backend)
     module = make(attn_mask_type="padding_causal", qkv_format=form, return_max_logit=True)
     tensors, mask = [t.detach() for t in inputs(device, form)], padding([6, 2, 4], device=device)
     known = module(*tensors, mask)
@@ -309,12 +292,12 @@ def test_where_nobody_looks_nothing_is_lost(
 @pytest.mark.parametrize(
     ("layout", "backend"),
     [("left", FUSED), *(pytest.param(layout, UNFUSED, marks=pytest.mark.full) for layout in LAYOUTS)],
+    indirect=["backend"],
 )
-def test_compiled(layout: str, backend: str, use: Any) -> None:
-    use(backend)
+def test_compiled(layout: str, backend: str) -> None:
     torch._dynamo.reset()
-    module = make(attn_mask_type="padding_causal", attention_dropout=0.2)
-    compiled, found = torch.compile(module, backend="aot_eager"), []
+    module = make(attn_mask_type="padding_causal", attention_dropout=0.2, softmax_type="learnable")
+    compiled, found = torch.compile(module, backend="aot_eager", fullgraph=backend == FUSED), []
     options: dict[str, Any] = {"core_attention_bias_type": "post_scale_bias"}
     options["core_attention_bias"] = values(1, HEADS, SEQ, SEQ, seed=5)
     for run in (module, compiled):
@@ -324,35 +307,9 @@ def test_compiled(layout: str, backend: str, use: Any) -> None:
     torch._dynamo.reset()
 
 
-def test_compiled_without_a_break() -> None:
-    torch._dynamo.reset()
-    layer = te.MultiheadAttention(
-        64, 4, attn_mask_type="padding_causal", attention_dropout=0.0, qkv_format="bshd", device="cpu"
-    ).eval()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x, mask = values(BATCH, SEQ, 64, seed=1), mask_of("left")
-    assert torch.equal(compiled(x, attention_mask=mask), layer(x, attention_mask=mask))
-    torch._dynamo.reset()
-
-
-@on_devices
-def test_masks_made_in_inference_mode(device: str) -> None:
-    module, tensors = make(attn_mask_type="padding"), [t.detach() for t in inputs(device)]
-    wanted = module(*tensors, mask_of("left", device))
-    with torch.inference_mode():
-        mask = mask_of("left", device)
-        assert near([module(*tensors, mask)], [wanted])
-        mask.copy_(mask_of("holes", device))
-        got = module(*tensors, mask)
-    assert near([got], [module(*tensors, mask_of("holes", device))])
-    step(module, inputs(device), mask)  # and then training with it
-
-
 @requires_cuda
-@on_backends
-def test_captured(backend: str, use: Any) -> None:
+def test_captured(backend: str) -> None:
     """A replay moves tokens by what the mask then says, and nobody waits."""
-    use(backend)
     module, mask = make(attn_mask_type="padding_causal"), padding([6, 2, 4], device="cuda")
     tensors = [t.detach() for t in inputs("cuda")]
     side = torch.cuda.Stream()
@@ -378,56 +335,6 @@ def moved(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x[0].roll(-2, 0), x[1], x[2].roll(-5, 0)])
 
 
-FP8: dict[str, Any] = {
-    "plain": None,
-    "delayed dpa": DelayedScaling(fp8_dpa=True),
-    "delayed mha": DelayedScaling(fp8_dpa=True, fp8_mha=True),
-    "current dpa": Float8CurrentScaling(fp8_dpa=True),
-}
-
-
-@covering(
-    options=[{}, {"fuse_qkv_params": True, "num_gqa_groups": 2, "bias": False}], recipe=FP8, form=["sbhd", "bshd"]
-)
-def test_a_layer(options: dict[str, Any], recipe: str, form: str) -> None:
-    """Padding before the tokens and behind them: outputs and gradients of the tokens are the same."""
-
-    def run(left: bool, rule: Any) -> dict[str, torch.Tensor]:
-        layer = te.TransformerLayer(
-            64,
-            96,
-            4,
-            self_attn_mask_type="padding_causal",
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            attn_input_format=form,
-            device="cpu",
-            **options,
-        )
-        randomise(layer)
-        mask, x = mask_of("left"), values(BATCH, SEQ, 64, seed=1)
-        dy = values(BATCH, SEQ, 64, seed=2) * ~mask.view(BATCH, SEQ, 1)
-        if not left:
-            mask, x, dy = padding([4, 6, 1]), moved(x), moved(dy)
-        if form == "sbhd":
-            x, dy = x.transpose(0, 1).contiguous(), dy.transpose(0, 1).contiguous()
-        for _ in range(2):
-            got = layer_step(lambda t: layer(t, attention_mask=mask), x, rule, dy=dy, owner=layer)
-        for name in ("y", "dx"):
-            t = got[name] if form == "bshd" else got[name].transpose(0, 1)
-            got[name] = (moved(t) if left else t)[~padding([4, 6, 1]).view(BATCH, SEQ)]
-        return got
-
-    left, right = (run(where, FP8[recipe]) for where in (True, False))
-    if recipe == "plain":
-        assert near([left[name] for name in left], [right[name] for name in left])
-        return
-    plain = run(False, None)
-    for name in plain:  # what was moved back is quantized by the projection, not by the attention: as good, but another
-        if not name.endswith("key_bias"):  # nothing but rounding
-            assert snr_db(left[name], plain[name]) >= min(snr_db(right[name], plain[name]), 60) - 4, name
-
-
 def test_what_the_fp8_state_sees_is_the_same() -> None:
     """Bit for bit: the tokens are those of a call with padding behind them, whatever lies in padding."""
     found = []
@@ -445,50 +352,31 @@ def test_what_the_fp8_state_sees_is_the_same() -> None:
     assert same(found[0][0], found[1][0]) and not differences(found[0][1], found[1][1])
 
 
-def test_texts_of_unequal_length_in_one_batch() -> None:
-    """What a client does that generates in batches: padded on the left, each text goes on as it would alone."""
-    torch.manual_seed(0)
-    embed = torch.nn.Embedding(50, 32)
-    layers = [
-        te.TransformerLayer(
-            32,
-            64,
-            4,
-            self_attn_mask_type="padding_causal",
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            attn_input_format="bshd",
-            device="cpu",
-        ).eval()
-        for _ in range(2)
-    ]
-    angles = te.RotaryPositionEmbedding(8).cpu()(64)
-
-    @torch.no_grad()
-    def go_on(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        x = embed(tokens)
-        for layer in layers:
-            x = layer(x, attention_mask=mask[:, None, None, :], rotary_pos_emb=angles)
-        return (x[:, -1] @ embed.weight.t()).argmax(-1)
-
-    texts = [torch.randint(50, (n,)) for n in (3, 7, 5)]
-    alone = []
-    for text in texts:
-        for _ in range(6):
-            text = torch.cat([text, go_on(text[None], torch.zeros(1, len(text), dtype=torch.bool))])
-        alone.append(text)
-    batch = torch.stack([torch.nn.functional.pad(t, (7 - len(t), 0)) for t in texts])
-    mask = torch.stack([torch.arange(7) < 7 - len(t) for t in texts])
-    for _ in range(6):
-        batch = torch.cat([batch, go_on(batch, mask)[:, None]], 1)
-        mask = torch.nn.functional.pad(mask, (0, 1))
-    assert all(torch.equal(row[~hidden], text) for row, hidden, text in zip(batch, mask, alone, strict=True))
+@pytest.mark.parametrize("groups", [HEADS, GROUPS])
+def test_a_projection_that_comes_quantized(groups: int) -> None:
+    """It is taken out of its format to be moved: as good as that of tokens in front."""
+    layer = te.MultiheadAttention(
+        64, HEADS, num_gqa_groups=groups, attention_dropout=0.0, fuse_qkv_params=True, qkv_format="bshd", device="cpu"
+    )
+    randomise(layer)
+    x, dy, front = values(BATCH, SEQ, 64, seed=1), values(BATCH, SEQ, 64, seed=2), padding([4, 6, 1])
+    dy = dy * ~mask_of("left").view(BATCH, SEQ, 1)
+    found: list[list[torch.Tensor]] = []
+    for rule in (None, DelayedScaling(fp8_dpa=True, fp8_mha=True)):
+        for left in (True, False):
+            mask, given, grad = (mask_of("left"), x, dy) if left else (front, moved(x), moved(dy))
+            options = {"attn_mask_type": "padding_causal", "attention_mask": mask}
+            for _ in range(2):
+                got = layer_step(lambda t, o=options: layer(t, **o), given, rule, dy=grad, owner=layer)
+            both = (got["y"], got["dx"])
+            found.append([(moved(t) if left else t)[~front.view(BATCH, SEQ)] for t in both])
+    assert near(found[0], found[1])
+    for plain, first, second in zip(*found[1:], strict=True):
+        assert snr_db(second, plain) < 60 and snr_db(first, plain) >= snr_db(second, plain) - 4
 
 
 @pytest.mark.parametrize("packing", ["qkv", "kv"])
-@on_backends
-def test_a_packed_projection_with_two_masks(packing: str, backend: str, use: Any) -> None:
-    use(backend)
+def test_a_packed_projection_with_two_masks(packing: str, backend: str) -> None:
     q, k, v = (t.detach() for t in inputs())
     k, v = (t.repeat_interleave(HEADS // GROUPS, 2) for t in (k, v))
     pair = (mask_of("left"), mask_of("holes"))
@@ -514,27 +402,3 @@ def test_the_full_mask(layout: str, mask_type: str) -> None:
     tensors = [t.detach() for t in inputs()]
     a = make(attn_mask_type=mask_type)(*tensors, mask)
     assert near([a], [make(attn_mask_type="arbitrary")(*tensors, hidden)])
-
-
-def test_no_rows_and_no_tokens() -> None:
-    for batch, length in ((0, SEQ), (BATCH, 0)):
-        tensors = [torch.randn(batch, length, heads, WIDTH, requires_grad=True) for heads in (HEADS, 2, 2)]
-        mask = torch.zeros(batch, 1, 1, length, dtype=torch.bool)
-        out, *grads = step(make(attn_mask_type="padding"), tensors, mask)
-        assert out.shape == (batch, length, HEADS * WIDTH) and [g.shape for g in grads] == [t.shape for t in tensors]
-
-
-def test_refused() -> None:
-    module, tensors = make(attn_mask_type="padding"), inputs()
-    with pytest.raises(AssertionError, match="a mask of torch.float32"):
-        module(*tensors, mask_of("left").float())
-    with pytest.raises(AssertionError, match="attention_mask on meta beside cpu"):
-        module(*tensors, mask_of("left").to("meta"))
-
-
-def test_a_chosen_backend_is_that_of_any_padding_mask() -> None:
-    """Moving tokens asks for nothing that lengths would not: FusedAttention stays what computes."""
-    for layout in LAYOUTS:
-        module = make(attn_mask_type="padding_causal")
-        module(*inputs(), mask_of(layout))
-        assert module._last_plan is not None and module._last_plan.backend == FUSED != UNFUSED

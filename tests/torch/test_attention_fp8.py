@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,14 +11,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.ops import raw as ops
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
 from te_torch.attention import env, fp8
 from te_torch.attention.choose import NoBackendError
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.autocast import number_of, precision_of
-from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import Float8Tensor
 from te_torch.transformer.multihead import MultiheadAttention
 from tests.backends import devices
@@ -48,12 +48,16 @@ def step(module: Any, recipe: Any, inputs: list[torch.Tensor], **options: Any) -
     return [y.detach(), *torch.autograd.grad(y, (q, k, v), dy)]
 
 
-def alike(a: torch.Tensor, b: torch.Tensor) -> None:
+def alike(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> None:
     """Equal bits; on a GPU, whose backward adds in any order, all but a few roundings."""
-    if a.is_cuda:
-        assert snr_db(a, b) > DB["fp8 attention exact"]
-    else:
-        assert torch.equal(a, b)
+    for a, b in zip(first, second, strict=True):
+        assert snr_db(a, b) > DB["fp8 attention exact"] if a.is_cuda else torch.equal(a, b)
+
+
+def close(low: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """The output, dq, dk and dv, but for what FP8 takes from them."""
+    for name, got, want in zip(("", " dq", " dq", " dv"), low, wanted, strict=True):
+        assert snr_db(got, want) > DB[f"fp8 attention{name}"]
 
 
 @on_devices
@@ -72,10 +76,7 @@ def test_nothing_to_attend_to(sizes: dict[str, int], emulated: bool, device: str
     with te.autocast(recipe=delayed()):
         assert module(qkv_layer=packed).shape == inputs[3].shape
     given = values(device)
-    for got, wanted in zip(
-        *(step(m, delayed(), given) for m in (module, DotProductAttention(HEADS, WIDTH))), strict=True
-    ):
-        alike(got, wanted)
+    alike(*(step(m, delayed(), given) for m in (module, DotProductAttention(HEADS, WIDTH))))
 
 
 @on_devices
@@ -85,8 +86,7 @@ def test_close_to_attention_in_high_precision(device: str) -> None:
     plain = [y.detach(), *torch.autograd.grad(y, inputs[:3], inputs[3])]
     for _ in range(2):
         low = step(module, delayed(), inputs)
-    for name, got, want in zip(("", " dq", " dq", " dv"), low, plain, strict=True):
-        assert snr_db(got, want) > DB[f"fp8 attention{name}"]
+    close(low, plain)
 
 
 @on_devices
@@ -138,10 +138,8 @@ def test_checkpoints_carry_the_state(device: str) -> None:
     }
     other = DotProductAttention(HEADS, WIDTH)
     other.load_state_dict(saved)
-    for a, b in zip(step(module, delayed(), inputs), step(other, delayed(), inputs), strict=True):
-        alike(a, b)
-    for name, t in module.state_dict().items():
-        alike(t, other.state_dict()[name])
+    alike(step(module, delayed(), inputs), step(other, delayed(), inputs))
+    alike(module.state_dict().values(), other.state_dict().values())
 
 
 def test_entries_made_ahead_are_those_of_training() -> None:
@@ -172,10 +170,8 @@ def test_recomputation_is_the_forward_again(device: str, how: str) -> None:
                     y = module(q, k, v, checkpoint_core_attention=bool(again))
             found = [y.detach(), *torch.autograd.grad(y, (q, k, v), dy)]
         results.append(found)
-    for a, b in zip(*results, strict=True):
-        alike(a, b)
-    for name, t in modules[0].state_dict().items():
-        alike(t, modules[1].state_dict()[name])
+    alike(*results)
+    alike(*(module.state_dict().values() for module in modules))
 
 
 # ------------------------------------------------------------------------------------------ between projections
@@ -275,50 +271,6 @@ def test_a_block_hands_over_what_is_quantized(
     for got, want in zip(low, plain, strict=True):
         if want.ndim > 1:
             assert snr_db(got, want) > DB["fp8 attention block"]
-
-
-@on_devices
-@pytest.mark.parametrize("mha", [False, True], ids=["dpa", "mha"])
-@pytest.mark.parametrize("options", [{}, {"fuse_qkv_params": True, "normalization": "RMSNorm", "activation": "swiglu"}])
-def test_a_layer_without_biases(options: dict[str, Any], mha: bool, device: str) -> None:
-    """Its last projection reads FP8 and returns the bias that it has not."""
-    torch.manual_seed(0)
-    layer = te.TransformerLayer(
-        HEADS * WIDTH,
-        512,
-        HEADS,
-        bias=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=torch.bfloat16,
-        device=device,
-        **options,
-    )
-    x = torch.randn(64, 2, HEADS * WIDTH, device=device).bfloat16().requires_grad_()
-    inputs, dy = [x, *layer.parameters()], torch.randn(64, 2, HEADS * WIDTH, device=device).bfloat16()
-    found = []
-    for recipe in (None, delayed(fp8_mha=mha), delayed(fp8_mha=mha)):
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
-            y = layer(x)
-        found.append([y.detach(), *torch.autograd.grad(y, inputs, dy)])
-    assert layer.self_attention.core_attention.fp8_state is not None
-    for got, want in zip(found[-1], found[0], strict=True):
-        assert snr_db(got, want) > DB["fp8 attention block"]
-
-
-@on_devices
-def test_gradients_of_quantized_inputs(device: str) -> None:
-    """A packed projection that came quantized gets its gradient quantized, in its own shape."""
-    module = DotProductAttention(HEADS, WIDTH)
-    project = te.Linear(32, 3 * HEADS * WIDTH, params_dtype=torch.bfloat16, device=device)
-    x = torch.randn(16, 2, 32, device=device).bfloat16().requires_grad_()
-    seen: list[torch.Tensor] = []
-    with te.autocast(recipe=delayed(fp8_mha=True)):
-        packed = project(x, fp8_output=True)
-        packed.register_hook(lambda g: seen.append(g))
-        y = module._attend_packed(packed, None, False)
-    (dx,) = torch.autograd.grad(y, (x,), torch.ones_like(y))
-    assert isinstance(seen[0], QuantizedTorch) and seen[0].shape == packed.shape and dx.shape == x.shape
 
 
 # ------------------------------------------------------------------------------------------------- the recipe
@@ -429,8 +381,7 @@ def test_the_unfused_backend_emulates_if_asked(device: str, variables: Any) -> N
     variables("NVTE_UnfusedDPA_Emulate_FP8", "1")
     for _ in range(2):
         found = step(unfused, delayed(), inputs)
-    for name, got, want in zip(("", " dq", " dq", " dv"), found, wanted, strict=True):
-        assert snr_db(got, want) > DB[f"fp8 attention{name}"]
+    close(found, wanted)
     for slots, way in (((2, 3, 8), "fwd"), ((0, 3, 5), "bwd")):
         a, b = (getattr(m.fp8_state, f"scale_{way}") for m in (fused, unfused))
         assert [i for i in range(len(b)) if b[i] != 1] == list(slots)
@@ -447,16 +398,6 @@ def test_no_fp8_without_being_asked() -> None:
     with te.autocast(enabled=False, calibrating=True, recipe=delayed()):
         assert torch.equal(module(*inputs[:3]), y)
     assert module.fp8_state is None
-
-
-def test_what_has_no_fp8_says_so() -> None:
-    q, k, v, _ = values("cpu")
-    module = DotProductAttention(HEADS, WIDTH, softmax_type="learnable")
-    with te.autocast(recipe=delayed()), pytest.raises(UnsupportedError, match="learnable"):
-        module(*(t.to(module.softmax_offset.device) for t in (q, k, v)))
-    module = DotProductAttention(HEADS, WIDTH)
-    with te.autocast(recipe=MXFP8BlockScaling(fp8_dpa=True)), pytest.raises(UnsupportedError, match="mxfp8"):
-        module(q, k, v)
 
 
 def test_packed_queries_with_a_cache_in_rows() -> None:

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from te_core.attention import AttentionSpec
-from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionNeeds
 from te_torch.attention import masks, utils
 from te_torch.attention.layouts import QKV_LAYOUTS, apart
-from tests.backends import devices
+from tests.attention_steps import on_devices, padding
 
-on_devices = pytest.mark.parametrize("device", devices())
 LEADS = {"sbhd": (6, 2), "bshd": (2, 6), "thd": (12,)}
 NAMES = {"sbhd": "sb", "bshd": "bs", "thd": "t"}
 
@@ -50,8 +48,6 @@ def test_a_last_stride_other_than_one_is_copied() -> None:
     q = torch.randn(6, 2, 8, 4).transpose(2, 3)
     layout, copied, *_ = utils.get_qkv_layout(q, q, q, "sbhd")
     assert copied.stride(-1) == 1 and torch.equal(copied, q) and layout == "sbhd_sbhd_sbhd"
-    with pytest.raises(ArgumentError, match="qkv_format"):
-        utils.get_qkv_layout(q, q, q, "hsbd")
 
 
 class Cache:
@@ -113,12 +109,6 @@ def test_a_packed_row_comes_apart(heads: int, groups: int, packing: str, interle
 # ------------------------------------------------------------------------------------------------------- lengths
 
 
-def padding(lengths: list[int], longest: int, device: str = "cpu") -> torch.Tensor:
-    return torch.arange(longest, device=device).view(1, 1, 1, -1) >= torch.tensor(lengths, device=device).view(
-        -1, 1, 1, 1
-    )
-
-
 @on_devices
 def test_lengths_of_a_padding_mask(device: str) -> None:
     mask = padding([3, 0, 5], 5, device)
@@ -142,11 +132,6 @@ def test_full_lengths(device: str) -> None:
     assert utils.get_full_cu_seqlens(3, 0, device).tolist() == [0, 0, 0, 0]
 
 
-def test_masks_that_are_no_padding_masks() -> None:
-    with pytest.raises(AssertionError, match="torch.bool"):
-        masks.check_padding_mask(padding([3, 2], 5).float())
-
-
 def test_longest_length() -> None:
     cu = torch.tensor([0, 3, 70, 70], dtype=torch.int32)
     assert masks.longest("cu_seqlens_q", cu) == 128
@@ -156,35 +141,25 @@ def test_longest_length() -> None:
 # --------------------------------------------------------------------------------------------------------- masks
 
 
-WINDOWS: list[tuple[str, Any, tuple[int, int] | type, bool]] = [
+WINDOWS: list[tuple[str, Any, tuple[int, int], bool]] = [
     ("causal", None, (-1, 0), False),
     ("causal", (-1, 0), (-1, 0), False),
     ("causal", (-1, -1), (-1, 0), True),
     ("padding_causal", (4, 0), (4, 0), False),
     ("causal_bottom_right", (4, 2), (4, 0), True),
     ("causal", (4, -1), (4, 0), True),
-    ("causal", (-1, 3), AssertionError, False),
-    ("causal", (-2, 0), AssertionError, False),
     ("no_mask", None, (-1, -1), False),
     ("no_mask", (-1, -1), (-1, -1), False),
     ("padding", (-1, 0), (-1, -1), True),
     ("arbitrary", (4, 2), (4, 2), False),
     ("no_mask", (4, 0), (4, 0), False),
     ("no_mask", (0, 0), (0, 0), False),
-    ("no_mask", (-1, 3), AssertionError, False),
-    ("padding", (3, -1), AssertionError, False),
 ]
 
 
 @pytest.mark.parametrize(("mask", "window", "wanted", "warned"), WINDOWS)
 def test_canonical_windows(mask: str, window: Any, wanted: Any, warned: bool, recwarn: pytest.WarningsRecorder) -> None:
-    if wanted is AssertionError:
-        with pytest.raises(AssertionError, match="window_size"):
-            utils.check_set_window_size(mask, window)
-        return
     assert utils.check_set_window_size(mask, window) == wanted
-    with pytest.raises(ValueError, match="attn_mask_type='casual'"):
-        utils.check_set_window_size("casual", window)
     assert bool(recwarn.list) == warned
 
 
@@ -209,8 +184,6 @@ def test_full_mask_of_padded_sequences(mask: str, window: tuple[int, int] | None
 
 
 def test_full_mask_of_others() -> None:
-    with pytest.raises(ValueError, match="without attention_mask"):
-        utils.get_full_mask(3, 5, "padding")
     assert utils.get_full_mask(3, 3)[:2] == ("no_mask", None)
     name, hidden, *lengths = utils.get_full_mask(3, 5, "causal_bottom_right")
     assert name == "causal_bottom_right" and lengths == [None, None]

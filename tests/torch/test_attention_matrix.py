@@ -1,7 +1,7 @@
-"""DotProductAttention's public options pairwise, on each family of backends, against float64.
+"""The table of attention: DotProductAttention's public options pairwise, on each family of backends, against float64.
 
 A backend that cannot compute a combination has to name its reason; the combinations that it must be able to compute
-are listed.
+are listed. Behind the table: what the peer's two backends gave (tests/data/README.md), and when bits have to be equal.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
 from te_core.attention import alibi_slopes
 from tests.backends import devices
 from tests.core import attention_cases as cases
 from tests.core.attention_cases import FAMILIES, HEADS, SEQUENCES, Place, only, place
+from tests.golden import load
+from tests.module_steps import on, values
 from tests.reference import attention as reference
-from tests.tolerances import DB
+from tests.tolerances import DB, snr_db
 
 DEVICES = devices()
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,8 +67,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     ),
     "softmax": ("vanilla", "off-by-one", "learnable"),
     "dims": ((32, 32), (64, 64), (40, 72), (128, 128), (192, 128)),
-    "lengths": ("odd", "cross", "tall", "one", "tiles"),
+    "lengths": ("odd", "cross", "tall", "one", "tiles", "empty"),
     "scale": (None, 0.3),
+    "softcap": (0.0, 2.0),
     "max_logit": (False, True),
     "checkpoint": (False, True),
     "told": ("constructor", "forward"),
@@ -89,6 +93,7 @@ class Use:
     dims: tuple[int, int] = (64, 64)
     lengths: str = "odd"
     scale: float | None = None
+    softcap: float = 0.0
     max_logit: bool = False
     checkpoint: bool = False
     told: str = "constructor"
@@ -114,6 +119,7 @@ def possible(u: Use) -> bool:
     """Whether the options go together at all, by the documentation."""
     return (
         (u.form != "thd" or (u.padded and u.lengths_as == "cu_seqlens"))
+        and (u.padded or u.lengths != "empty")
         and (u.packing == "separate" or u.dims[0] == u.dims[1])
         and not (u.packing.startswith("qkv") and (u.shared > 1 or not SEQUENCES[u.lengths].square))
         and not (u.mask.endswith("bottom_right") and u.corner is False)
@@ -157,6 +163,7 @@ class Prepared:
             num_gqa_groups=HEADS // u.shared,
             softmax_scale=u.scale,
             softmax_type=u.softmax,
+            logit_softcap=u.softcap,
             return_max_logit=u.max_logit,
             **(self.told if u.told == "constructor" else {"attn_mask_type": "no_mask"}),
         ).to(device)
@@ -249,7 +256,7 @@ class Prepared:
         scale = u.dims[0] ** -0.5 if u.scale is None else u.scale
         times = scale if u.bias.startswith("pre") else 1.0
         bias = None if self.bias is None else _numpy(self.bias) * times
-        p = reference.Problem(scale, softmax=u.softmax, bias=bias, **self.problem)
+        p = reference.Problem(scale, softmax=u.softmax, softcap=u.softcap, bias=bias, **self.problem)
         operands = [
             at.canonical(_numpy(t))
             for at, t in zip((self.q_place, self.kv_place, self.kv_place), (self.q, self.k, self.v), strict=True)
@@ -258,6 +265,8 @@ class Prepared:
         want = reference.forward(*operands, p)
         full, plain = (reference.backward(dy, *operands, p, centred=centred) for centred in (True, False))
         floor = DB[u.dtype]
+        if u.softcap and u.dtype == "fp16" and self.device == "cuda":
+            floor = DB["bf16"]  # cuDNN's is the hardware's tanh, of 11 bits
         close("y", _numpy(y), self.q_place.native(want.out).reshape(y.shape), 0.0, floor)
         for name, at in (("q", self.q_place), ("k", self.kv_place), ("v", self.kv_place)):
             grad, size = getattr(full, f"d{name}"), np.square(getattr(plain, f"d{name}")).sum()
@@ -314,7 +323,7 @@ def test_pairs(monkeypatch, use, family, device):
 def documented(u: Use, family: str) -> bool:
     """Whether anything in this use is beyond what the family is documented to do."""
     s = SEQUENCES[u.lengths]
-    common = u.dtype == "fp32" or u.mask == "arbitrary" or u.bias.startswith("pre")
+    common = u.dtype == "fp32" or u.mask == "arbitrary" or u.bias.startswith("pre") or u.softcap > 0
     if family == "fused":
         return common or (
             u.dims[0] != u.dims[1]
@@ -344,13 +353,6 @@ def documented(u: Use, family: str) -> bool:
 OF_TWO_MASKS = Use(mask="padding_causal_bottom_right", lengths_as="mask", lengths="cross")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("use", [*[u for u in PAIRS if u.dtype != "fp32"][:10], OF_TWO_MASKS], ids=str)
-def test_whatever_is_chosen(use, device):
-    """With everything allowed nothing is refused."""
-    assert run_or_reason(Prepared(use, device), "unfused") is None
-
-
 #: What training code is made of: never refused by cuDNN on a GPU that it supports.
 ESSENTIAL = [
     *(
@@ -371,6 +373,7 @@ ESSENTIAL = [
     Use(mask="causal", dims=(192, 128)),
     Use(mask="causal", softmax="learnable"),
     Use(mask="causal", softmax="off-by-one"),
+    OF_TWO_MASKS,
 ]
 
 
@@ -396,3 +399,180 @@ def test_flash_does_the_plain_ones(monkeypatch, use, device):
     """On a GPU the kernel that comes with torch does, where no flash-attn is installed."""
     only(monkeypatch, "flash")
     assert run_or_reason(Prepared(use, device), "flash") is None
+
+
+# ------------------------------------------------------------------------------------------------ the peer
+
+GOLDEN = sorted(tuple(k.split("/")[:2]) for k in load("attention") if k.endswith("/y"))
+GRADIENTS = ("dq", "dk", "dv")
+
+#: What the peer's module was told in each case.
+PEERS: dict[str, dict[str, Any]] = {
+    "no_mask": {"attn_mask_type": "no_mask"},
+    "causal": {},
+    "causal_bottom_right": {"attn_mask_type": "causal_bottom_right"},
+    "causal_window": {"window_size": (5, 0)},
+    "padding": {"attn_mask_type": "padding"},
+    "padding_causal": {"attn_mask_type": "padding_causal"},
+    "arbitrary": {"attn_mask_type": "arbitrary"},
+    "off_by_one": {"softmax_type": "off-by-one"},
+    "learnable": {"softmax_type": "learnable"},
+    "alibi": {},
+    "post_scale_bias": {"attn_mask_type": "no_mask"},
+    "pre_scale_bias": {"attn_mask_type": "no_mask"},
+}
+
+
+def operands(case: str, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    golden = load("attention")
+    q, k, v = (golden[n].to(device) for n in "qkv")
+    return (q[:, -7:] if case == "causal_bottom_right" else q), k, v
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["fused", "unfused", "plain torch"])
+@pytest.mark.parametrize(("theirs", "case"), GOLDEN)
+def test_the_peers_results(monkeypatch, theirs, case, family, device):
+    """Output and gradients, each of our backends against each of the peer's."""
+    only(monkeypatch, family)
+    golden = load("attention")
+    module = te.DotProductAttention(4, 32, num_gqa_groups=2, qkv_format="bshd", **PEERS[case]).to(device)
+    if case == "learnable":
+        with torch.no_grad():
+            module.softmax_offset.copy_(golden["learnable/offset"])
+    options: dict[str, Any] = {}
+    if case.startswith("padding"):
+        options["attention_mask"] = golden["padding_mask"].to(device)
+    elif case == "arbitrary":
+        options["attention_mask"] = golden["arbitrary_mask"].to(device)
+    elif case.endswith("bias"):
+        options |= {"core_attention_bias_type": case, "core_attention_bias": golden["bias"].to(device)}
+    elif case == "alibi":
+        options["core_attention_bias_type"] = "alibi"
+    leaves = [t.clone().requires_grad_() for t in operands(case, device)]
+    if device == "cuda" and family == "fused" and case == "arbitrary":
+        with pytest.raises(ValueError, match="FusedAttention: .*arbitrary mask"):
+            module(*leaves, **options)
+        return
+    y = module(*leaves, **options)
+    y.backward(torch.ones_like(y))
+    for key, value in zip(("y", *GRADIENTS), (y, *(t.grad for t in leaves)), strict=True):
+        got = snr_db(value, golden[f"{theirs}/{case}/{key}"])
+        assert got >= DB["bf16"], f"{key}: {got:.1f} dB"
+
+
+# ------------------------------------------------------------------------------------------------ equal bits
+
+B, S, H, G, D = 3, 40, 4, 2, 64
+LENGTHS = (40, 17, 29)
+families = pytest.mark.parametrize("family", ["fused", "unfused", "plain torch"])
+
+
+def attention(monkeypatch: Any, family: str, device: str, **options: Any) -> te.DotProductAttention:
+    """Of one family, and deterministic, so that bits can be compared."""
+    only(monkeypatch, family)
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    options = {"num_gqa_groups": G, "attn_mask_type": "causal", **options}
+    return te.DotProductAttention(H, D, qkv_format="bshd", **options).to(device)
+
+
+def rows(device: str, *lead: int) -> list[torch.Tensor]:
+    lead = lead or (B, S)
+    return [values(*lead, h, D, device=device, dtype=torch.bfloat16, seed=i) for i, h in enumerate((H, G, G))]
+
+
+def run(module: Any, tensors: list[torch.Tensor], dy: torch.Tensor | None = None, **options: Any) -> list[torch.Tensor]:
+    """y, dq, dk and dv; torch's generators begin alike."""
+    torch.manual_seed(1234)
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = module(*leaves, **options)
+    y.backward(values(*y.shape, device=str(y.device), dtype=y.dtype, seed=9) if dy is None else dy)
+    found = [y.detach(), *(t.grad for t in leaves)]
+    on(str(tensors[0].device.type), *found)
+    return found
+
+
+def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@families
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, (7, 0)])
+def test_the_past_does_not_know_the_future(monkeypatch, device, window, family):
+    """Keys and values behind a query, or before its window, change no bit of it, nor does its gradient reach them."""
+    module, cut = attention(monkeypatch, family, device, window_size=window), 23
+    q, k, v = rows(device)
+    k2, v2 = (torch.cat((t[:, :cut], 3 * t[:, cut:].flip(1) + 1), 1) for t in (k, v))
+    dy = values(B, S, H * D, device=device, dtype=q.dtype, seed=9)
+    dy[:, cut:] = 0
+    first, second = run(module, [q, k, v], dy), run(module, [q, k2, v2], dy)
+    assert equal([t[:, :cut] for t in first], [t[:, :cut] for t in second])
+    assert not torch.equal(first[0][:, cut:], second[0][:, cut:])
+    assert not any(t[:, cut:].any() for grads in (first, second) for t in grads[1:])
+    if window:
+        old = run(module, [q, *(torch.cat((t[:, :10] + 1, t[:, 10:]), 1) for t in (k, v))])
+        assert torch.equal(old[0][:, 17:], run(module, [q, k, v])[0][:, 17:])
+
+
+@families
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_padding_takes_no_part(monkeypatch, device, mask, family):
+    """Whatever stands in the padding, also of dy: the same bits elsewhere, zeros there."""
+    module = attention(monkeypatch, family, device, attn_mask_type=mask)
+    inside = torch.arange(S, device=device) < torch.tensor(LENGTHS, device=device)[:, None]
+    cu = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32, device=device)
+    padded = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    dy = values(B, S, H * D, device=device, dtype=torch.bfloat16, seed=9)
+    plain = rows(device)
+    other = [torch.where(inside[:, :, None, None], t, 5 * t + 2) for t in plain]
+    first = run(module, plain, dy, **padded)
+    assert equal(first, run(module, other, torch.where(inside[:, :, None], dy, -3 * dy + 1), **padded))
+    assert all((t[~inside] == 0).all() for t in first)
+
+
+@families
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["checkpoint_core_attention", "torch", "torch reentrant"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_recomputation(monkeypatch, device, how, p, family):
+    """A recomputed attention drops the same weights: equal bits."""
+    module, tensors = attention(monkeypatch, family, device, attention_dropout=p), rows(device)
+    first = run(module, tensors)
+    if how == "checkpoint_core_attention":
+        second = run(module, tensors, checkpoint_core_attention=True)
+    else:
+        second = run(lambda *leaves: checkpoint(module, *leaves, use_reentrant="reentrant" in how), tensors)
+    assert equal(first, second) and equal(first, run(module, tensors))
+
+
+@families
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_dropout_by_its_own_mask(monkeypatch, device, mask, family):
+    """Identities as values show which weights are dropped; forward and backward are right for these."""
+    p = 0.3
+    module = attention(monkeypatch, family, device, attn_mask_type=mask, attention_dropout=p, num_gqa_groups=H)
+    tensors = [values(B, D, H, D, device=device, dtype=torch.bfloat16, seed=i) for i in range(3)]
+    eye = torch.eye(D, dtype=torch.bfloat16, device=device)[None, :, None].expand(B, D, H, D).contiguous()
+    shown = run(module, [*tensors[:2], eye])[0].unflatten(-1, (H, D))
+    dy = values(B, D, H * D, device=device, dtype=torch.bfloat16, seed=9)
+    found = run(module, tensors, dy)
+    q, k, v, dy = (_numpy(t).transpose(0, 2, 1, 3) for t in (*tensors, dy.unflatten(-1, (H, D))))
+    keep = (shown != 0).permute(0, 2, 1, 3).cpu().numpy()
+    problem = reference.Problem(D**-0.5, right=0 if mask == "causal" else -1, keep=keep, p=p)
+    wanted = (reference.forward(q, k, v, problem).out, *reference.backward(dy, q, k, v, problem)[:3])
+    for name, a, b in zip(("y", "dq", "dk", "dv"), found, wanted, strict=True):
+        got = snr_db(a, b.transpose(0, 2, 1, 3).reshape(a.shape))
+        assert got >= DB["bf16"], f"{name}: {got:.1f} dB"
+
+
+@families
+@pytest.mark.parametrize("device", DEVICES)
+def test_repeated(monkeypatch, device, family):
+    """Equal inputs give equal bits, time and again, over several tiles; also where the largest logits come along."""
+    module, tensors = attention(monkeypatch, family, device), rows(device, 2, 515)
+    first = run(module, tensors)
+    assert all(equal(first, run(module, tensors)) for _ in range(4))
+    assert torch.equal(attention(monkeypatch, family, device, return_max_logit=True)(*tensors)[0], first[0])

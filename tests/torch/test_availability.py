@@ -83,15 +83,6 @@ def test_the_default_recipe(made_up: DeviceInfo | None, recipe: type, monkeypatc
     assert te.get_default_recipe() == recipe()
 
 
-def test_same_answers_as_dispatch(info: DeviceInfo | None) -> None:
-    """A no carries the predicate's own words."""
-    if info is None:
-        return
-    for family, name in zip(FAMILIES, ("fp8", "fp8_block", "mxfp8", "nvfp4"), strict=False):
-        able, reason = getattr(core, f"{name}_supported")(info)
-        assert getattr(availability, f"check_{family}_support")() == (able, "" if able else reason)
-
-
 RECIPES: dict[str, list[Any]] = {
     "fp8": [DelayedScaling(), Float8CurrentScaling()],
     "fp8_block_scaling": [Float8BlockScaling()],
@@ -119,14 +110,6 @@ def test_custom_recipe_is_for_its_factory_to_say(info: DeviceInfo | None) -> Non
     availability.check_recipe_support(CustomRecipe(qfactory=lambda role: None))
 
 
-def test_regions_work_without_a_gpu() -> None:
-    """The answer is about hardware: on CPU tensors a region quantizes whatever it says."""
-    layer, x = te.Linear(32, 32, device="cpu"), torch.randn(16, 32)
-    with te.autocast(recipe=Float8CurrentScaling()):
-        y = layer(x)
-    assert 0 < (y - layer(x)).abs().max() < 1
-
-
 @requires_cuda
 def test_this_device() -> None:
     assert availability.get_device_compute_capability() == capability()
@@ -134,21 +117,6 @@ def test_this_device() -> None:
     assert found is not None and found.name == torch.cuda.get_device_name() and found.cublaslt >= (12, 0)
     major, minor, patch = availability.get_cudnn_version()
     assert major * 10000 + minor * 100 + patch == torch.backends.cudnn.version()
-
-
-ALIGNMENT = [
-    (DelayedScaling(), 16),
-    (Float8CurrentScaling(), 16),
-    (Float8BlockScaling(), 16),
-    (MXFP8BlockScaling(), 32),
-    (NVFP4BlockScaling(), 128),
-    (CustomRecipe(qfactory=lambda role: None, quantization_alignment=48), 48),
-]
-
-
-@pytest.mark.parametrize(("recipe", "rows"), ALIGNMENT, ids=lambda v: type(v).__name__)
-def test_alignment(recipe: Any, rows: int) -> None:
-    assert availability.get_align_size_for_quantization(recipe) == rows
 
 
 def test_fp8_types() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core.errors import ArgumentError
 from te_torch.parallel.context import data
 from tests.backends import devices
 from tests.reference.context import of_rank, places_of_rank, valid
@@ -190,34 +189,6 @@ def test_parts_in_one_process(as_rank: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_refusals(as_rank: Any) -> None:
-    ids, cu = torch.arange(6), torch.tensor([0, 2, 6])
-    for args, part in (
-        ((ids, ids[1:], cu, 4), "labels of 5 tokens"),
-        ((ids[None, None], ids, cu, 4), r"\[t\] or \[1, t\]"),
-        ((ids, ids, cu[None], 4), r"running sums \[b \+ 1\]"),
-        ((ids, ids, torch.tensor([1, 6]), 4), "begin with 0"),
-        ((ids, ids, torch.tensor([0, 8, 6]), 4), "fall"),
-        ((ids, ids, cu, 0), "divisibility_factor=0"),
-    ):
-        with pytest.raises(ArgumentError, match=part):
-            te.pad_thd_sequences_for_cp(*args)
-    with pytest.raises(ArgumentError, match="cp_rank=2 of cp_size=2"):
-        te.thd_get_partitioned_indices(cu, 6, 2, 2)
-    with pytest.raises(ArgumentError, match="sequence 0 of padded length 2.*pad_thd_sequences_for_cp"):
-        te.thd_get_partitioned_indices(cu, 6, 2, 1)
-    with pytest.raises(ArgumentError, match="to at most the 4 tokens"):
-        te.thd_get_partitioned_indices(torch.tensor([0, 8]), 4, 2, 1)
-    with pytest.raises(ArgumentError, match="the ranks, divide"):
-        te.thd_sequence_order_to_cp_rank_order(torch.zeros(5), torch.tensor([0, 4]), 2)
-    with pytest.raises(ValueError, match=r"qvk_format='bshd'.*context_part"):
-        te.get_batch_on_this_cp_rank(cu, ids, ids, ids, qvk_format="bshd")
-    with pytest.raises(ArgumentError, match="no process group.*init_process_group"):
-        te.get_batch_on_this_cp_rank(cu, ids, ids, ids)
-    with pytest.raises(ArgumentError, match="type str"):
-        te.context_part(ids, "group", 0)
-    for groups in ([None, None], [object()]):
-        with pytest.raises(ArgumentError, match=r"type object|a list of two"):
-            te.context_part(ids, groups, 0)
     as_rank(1, 2)
     with pytest.raises(ValueError, match="position_ids_padded of shape"):
         te.get_batch_on_this_cp_rank(torch.tensor([0, 4, 8]), None, None, torch.zeros(1, 1, 8))

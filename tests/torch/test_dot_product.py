@@ -1,15 +1,14 @@
-"""`DotProductAttention` as a module: arguments, errors, formats, masks, packed inputs, state, recomputation, compile.
+"""`DotProductAttention` as a module: lengths, gaps, dropout, modes, masks that are not read, nothing to attend to.
 
-The numbers of every combination are judged elsewhere; here each way of saying something is compared with another way of
-saying the same.
+The numbers of every combination are in the table of test_attention_matrix.py, wrong calls in tests/messages.
 """
 
 from __future__ import annotations
 
-import copy
-import pickle
+import re
 import warnings
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ import torch
 import torch._dynamo
 
 import te_torch as te
-from te_core.errors import ArgumentError
-from te_core.recipe import DelayedScaling
-from te_torch.attention import DotProductAttention, choose
+from te_torch.attention import choose
 from te_torch.attention import inputs as call_inputs
 from te_torch.attention.choose import UNFUSED
 from te_torch.attention.inference import InferenceParams
@@ -33,7 +30,6 @@ from tests.attention_steps import (
     inputs,
     make,
     near,
-    on_backends,
     on_devices,
     only,
     padding,
@@ -42,29 +38,12 @@ from tests.attention_steps import (
     sums,
 )
 
-
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets one backend through."""
-    return partial(only, monkeypatch)
-
-
-# ------------------------------------------------------------------------------------------------- constructor
-
-
-def test_documented_defaults() -> None:
-    module = DotProductAttention(8, 64)
-    assert module.num_gqa_groups == 8 and module.softmax_scale == 64**-0.5
-    assert (module.qkv_format, module.attn_mask_type, module.window_size) == ("sbhd", "causal", (-1, 0))
-    assert module.layer_number == 1 and module.softmax_offset is None
-    assert DotProductAttention(8, (64, 32)).softmax_scale == 64**-0.5
-    assert DotProductAttention(8, 64, softmax_scale=0.5).softmax_scale == 0.5
-    assert not list(module.parameters()) and not module.state_dict()
+# ----------------------------------------------------------------------------------------- parameters and names
 
 
 def test_the_learnable_softmax_has_a_parameter() -> None:
     module = make(softmax_type="learnable")
-    assert list(module.state_dict()) == ["softmax_offset"]
+    assert list(module.state_dict()) == ["softmax_offset"] and "heads=4, groups=2" in repr(module)
     offset = module.softmax_offset
     assert isinstance(offset, torch.nn.Parameter) and offset.dtype == torch.float32
     assert offset.shape == (HEADS,) and not offset.any()
@@ -76,41 +55,6 @@ def test_the_learnable_softmax_has_a_parameter() -> None:
         offset.copy_(torch.arange(4.0))
     other.load_state_dict(module.state_dict())
     assert torch.equal(other.softmax_offset, offset)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_gqa_groups": 3},
-        {"num_gqa_groups": 0},
-        {"tp_size": 3},
-        {"attention_type": "both"},
-        {"softmax_type": "hard"},
-        {"attention_dropout": 1.5},
-        {"window_size": (-1, 3)},
-        {"num_gqa_groups": -4},
-        {"num_attention_heads": 0},
-        {"num_attention_heads": -4, "num_gqa_groups": -2},
-        {"kv_channels": 0},
-        {"kv_channels": -16},
-        {"kv_channels": (16,)},
-        {"kv_channels": (16, 0)},
-        {"kv_channels": [16, 16, 16]},
-    ],
-    ids=str,
-)
-def test_constructor_errors(options: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match="To do:"):
-        DotProductAttention(**{"num_attention_heads": HEADS, "kv_channels": WIDTH, **options})
-
-
-def test_unknown_masks_are_named() -> None:
-    with pytest.raises(ArgumentError, match="attn_mask_type='triangle'"):
-        make(attn_mask_type="triangle")
-    with pytest.raises(ArgumentError, match="attn_mask_type='triangle'"):
-        make()(*inputs(), attn_mask_type="triangle")
-    with pytest.raises(ArgumentError, match="cp_comm_type"):
-        make(cp_comm_type="pigeon")
 
 
 @pytest.mark.parametrize("alias", ["padding,causal", "causal,padding"])
@@ -126,43 +70,7 @@ def test_aliases_of_masks(alias: str) -> None:
 
 
 @on_devices
-@on_backends
-def test_the_two_dense_formats_are_one(device: str, backend: str, use: Any) -> None:
-    use(backend)
-    a = step(make(), inputs(device))
-    b = step(make(qkv_format="sbhd"), inputs(device, "sbhd"))
-    c = step(make(), inputs(device, "sbhd"), qkv_format="sbhd")
-    assert a[0].shape == (BATCH, SEQ, HEADS * WIDTH) and b[0].shape == (SEQ, BATCH, HEADS * WIDTH)
-    # Both weigh outputs by position in memory: compare the outputs, and each format's gradients with itself.
-    assert near([a[0]], [b[0].transpose(0, 1)])
-    assert equal(b, c)
-
-
-@on_devices
-@on_backends
-def test_packed_sequences_equal_padded_ones(device: str, backend: str, use: Any) -> None:
-    use(backend)
-    lengths = [4, 0, 6]
-    tensors = inputs(device)
-    keep = ~padding(lengths, device=device).view(BATCH, SEQ)
-    packed = [t.detach()[keep].requires_grad_() for t in tensors]
-    cu = sums(lengths, device)
-    out = make(attn_mask_type="padding_causal")(*tensors, padding(lengths, device=device))
-    thd = make(qkv_format="thd", attn_mask_type="padding_causal")(*packed, cu_seqlens_q=cu, cu_seqlens_kv=cu)
-    assert thd.shape == (10, HEADS * WIDTH)
-    assert near([thd], [out[keep]])
-    assert not out[~keep].any(), "queries that are padding get zeros"
-    dy = torch.randn_like(thd)
-    got = torch.autograd.grad(thd, packed, dy)
-    wanted = torch.autograd.grad(out[keep], tensors, dy)
-    assert near(list(got), [t[keep] for t in wanted])
-    assert all(not t[~keep].any() for t in wanted)
-
-
-@on_devices
-@on_backends
-def test_tokens_between_packed_sequences(device: str, backend: str, use: Any) -> None:
-    use(backend)
+def test_tokens_between_packed_sequences(device: str, backend: str) -> None:
     lengths, gaps = [4, 1, 6], [0, 2, 3]
     cu, places = sums(lengths, device), sums(lengths, device)
     places += torch.tensor([*gaps, 3], dtype=torch.int32, device=device)
@@ -204,11 +112,9 @@ def test_max_seqlen_of_packed_sequences() -> None:
 
 
 @on_devices
-@on_backends
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_packed_sequences_without_a_token(tokens: int, backend: str, device: str, use: Any) -> None:
+def test_packed_sequences_without_a_token(tokens: int, backend: str, device: str) -> None:
     """All of them empty, as the last batch of a rank may be."""
-    use(backend)
     tensors = [t.detach().flatten(0, 1)[:tokens].requires_grad_() for t in inputs(device)]
     for cu in (sums([0, 0], device), sums([], device)):
         out, *grads = step(make(qkv_format="thd", attn_mask_type="padding"), tensors, cu_seqlens_q=cu, cu_seqlens_kv=cu)
@@ -216,53 +122,6 @@ def test_packed_sequences_without_a_token(tokens: int, backend: str, device: str
 
 
 # ------------------------------------------------------------------------------------------------------- masks
-
-
-@on_devices
-@on_backends
-@pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
-def test_masks_and_cu_seqlens_say_the_same(mask: str, device: str, backend: str, use: Any) -> None:
-    use(backend)
-    q, kv = [6, 2, 4], [6, 6, 5]
-    module = make(attn_mask_type=mask, attention_type="cross")
-    masks = (padding(q, device=device), padding(kv, device=device))
-    a = step(module, inputs(device), masks)
-    b = step(module, inputs(device), cu_seqlens_q=sums(q, device), cu_seqlens_kv=sums(kv, device))
-    assert equal(a, b)
-    both = step(make(attn_mask_type=mask), inputs(device), padding(q, device=device))
-    assert equal(both, step(module, inputs(device), (padding(q, device=device), padding(q, device=device))))
-    # From the top left a query sees as many keys as there are queries before it, however many keys follow.
-    assert near(a, both) == (mask == "padding_causal")
-
-
-@on_backends
-def test_an_arbitrary_mask_says_all(backend: str, use: Any) -> None:
-    """A causal one, in every shape that broadcasts."""
-    use(backend)
-    hidden = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
-    wanted = step(make(), inputs())
-    for mask in (hidden, hidden[None, None], hidden.expand(BATCH, 1, SEQ, SEQ), hidden.expand(1, HEADS, SEQ, SEQ)):
-        assert near(step(make(attn_mask_type="arbitrary"), inputs(), mask), wanted)
-    column = torch.arange(SEQ).view(1, 1, 1, SEQ) >= 4
-    a = step(make(attn_mask_type="arbitrary"), inputs(), column)
-    b = step(make(attn_mask_type="no_mask"), [inputs()[0], *(t.detach()[:, :4].requires_grad_() for t in inputs()[1:])])
-    assert near(a[:2], b[:2])
-
-
-@on_backends
-def test_windows_and_diagonals_by_call_or_by_module(backend: str, use: Any) -> None:
-    use(backend)
-    by_call = step(make(), inputs(skv=9), attn_mask_type="no_mask", window_size=(2, 1), bottom_right_diagonal=False)
-    by_module = step(make(attn_mask_type="no_mask", window_size=(2, 1), bottom_right_diagonal=False), inputs(skv=9))
-    assert same(by_call, by_module)
-    default = step(make(attn_mask_type="no_mask", window_size=(2, 1)), inputs(skv=9))
-    assert not same(by_call, default)
-    assert same(default, step(make(attn_mask_type="no_mask", window_size=[2, 1]), inputs(skv=9)))
-    # causal is top-left whatever is asked for, *_bottom_right is not.
-    a = step(make(), inputs(skv=9), bottom_right_diagonal=True)
-    assert same(a, step(make(), inputs(skv=9)))
-    b = step(make(attn_mask_type="causal_bottom_right"), inputs(skv=9), bottom_right_diagonal=False)
-    assert not same(a, b)
 
 
 def test_overridden_windows_are_warned_about() -> None:
@@ -300,9 +159,7 @@ class Tracker:
 
 
 @on_devices
-@on_backends
-def test_dropout_while_training_only(device: str, backend: str, use: Any) -> None:
-    use(backend)
+def test_dropout_while_training_only(device: str, backend: str) -> None:
     module, plain, tensors = make(attention_dropout=0.5), make(), inputs(device)
     torch.manual_seed(0)
     first = step(module, tensors)
@@ -326,9 +183,7 @@ def test_everything_dropped(checkpoint: bool, device: str) -> None:
     assert same(step(module.eval(), tensors)[:1], step(make(), tensors)[:1])
 
 
-@on_backends
-def test_dropout_draws_from_the_tracker(backend: str, use: Any) -> None:
-    use(backend)
+def test_dropout_draws_from_the_tracker(backend: str) -> None:
     outputs, tensors = [], inputs()
     for seed in (1, 2):
         tracker = Tracker()
@@ -344,27 +199,7 @@ def test_dropout_draws_from_the_tracker(backend: str, use: Any) -> None:
     assert tracker.forks == 0
 
 
-@on_devices
-@on_backends
-@pytest.mark.parametrize("softmax", ["vanilla", "learnable"])
-def test_recomputation_has_the_same_bits(device: str, backend: str, softmax: str, use: Any) -> None:
-    use(backend)
-    module = make(attention_dropout=0.3, softmax_type=softmax).to(device)
-    tensors = inputs(device)
-    torch.manual_seed(4)
-    plain = step(module, tensors)
-    torch.manual_seed(4)
-    kept = step(module, tensors, checkpoint_core_attention=True)
-    assert equal(plain, kept)
-    torch.manual_seed(4)
-    out = torch.utils.checkpoint.checkpoint(module, *tensors, use_reentrant=False)
-    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
-    assert equal(plain, [out, *torch.autograd.grad((out.float() * weights).sum(), tensors)])
-
-
-@on_backends
-def test_checkpointed_attention_keeps_its_inputs_only(backend: str, use: Any) -> None:
-    use(backend)
+def test_checkpointed_attention_keeps_its_inputs_only(backend: str) -> None:
     kept: dict[bool, set[int]] = {}
     for checkpoint in (False, True):
         tensors, sizes = inputs(), set()
@@ -382,43 +217,9 @@ def test_checkpointed_attention_keeps_its_inputs_only(backend: str, use: Any) ->
 # ----------------------------------------------------------------------------------------------------- the rest
 
 
-@on_devices
-@on_backends
-def test_max_logit(device: str, backend: str, use: Any) -> None:
-    use(backend)
-    tensors = inputs(device)
-    out, largest = make(return_max_logit=True)(*tensors)
-    q, k = (t.double() for t in tensors[:2])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(HEADS // GROUPS, 2)) * WIDTH**-0.5
-    seen = torch.ones(SEQ, SEQ, dtype=torch.bool, device=device).tril()
-    wanted = scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
-    assert largest.shape == (HEADS,) and largest.dtype == torch.float32 and not largest.requires_grad
-    assert torch.allclose(largest.double(), wanted, rtol=1e-2 if device == "cuda" else 1e-5)
-    assert near([out], [make()(*tensors)])
-
-
-@on_backends
-def test_a_bias_before_the_scale(backend: str, use: Any) -> None:
-    use(backend)
-    bias = torch.randn(1, HEADS, SEQ, SEQ)
-    a = step(make(), inputs(), core_attention_bias_type="pre_scale_bias", core_attention_bias=bias)
-    scaled = bias * WIDTH**-0.5
-    b = step(make(), inputs(), core_attention_bias_type="post_scale_bias", core_attention_bias=scaled)
-    assert near(a, b) and not near(a, step(make(), inputs()))
-
-
-@on_backends
-def test_usual_slopes_are_the_default(backend: str, use: Any) -> None:
-    use(backend)
-    slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8])
-    a = step(make(), inputs(), core_attention_bias_type="alibi")
-    assert same(a, step(make(), inputs(), core_attention_bias_type="alibi", alibi_slopes=slopes))
-    assert not near(a, step(make(), inputs()))
-
-
-def test_layer_scaling_of_float16(monkeypatch: pytest.MonkeyPatch, use: Any) -> None:
+def test_layer_scaling_of_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores that overflow float16 do not when they are held divided by the layer's number."""
-    use(UNFUSED)
+    only(monkeypatch, UNFUSED)
     q, k, v = inputs(dtype=torch.float16)
     q = (q * 0 + 100).detach()
     k = (k * 0 + 100).detach()
@@ -436,19 +237,7 @@ def test_layer_scaling_of_float16(monkeypatch: pytest.MonkeyPatch, use: Any) -> 
     assert torch.allclose(scaled, module(*tensors, **options), atol=2e-2), "the scores themselves stay what they are"
 
 
-@on_backends
-def test_softmax_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, backend: str, use: Any) -> None:
-    use(backend)
-    module = make(softmax_type="off-by-one", attn_mask_type="padding_causal", window_size=(2, 0))
-    mask = padding([6, 2, 4])
-    fused = step(module, inputs(), mask)
-    monkeypatch.setenv("NVTE_MASKED_SOFTMAX_FUSION", "0")
-    assert near(step(module, inputs(), mask), fused)
-
-
-@on_backends
-def test_under_torchs_autocast(backend: str, use: Any) -> None:
-    use(backend)
+def test_under_torchs_autocast(backend: str) -> None:
     tensors = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         out = make()(*tensors)
@@ -458,19 +247,10 @@ def test_under_torchs_autocast(backend: str, use: Any) -> None:
     assert all(t.grad.dtype == torch.float32 for t in tensors)
 
 
-def test_a_region_without_fp8_attention_changes_nothing() -> None:
-    module = make()
-    with te.autocast(recipe=DelayedScaling()):
-        out = module(*inputs())
-    assert torch.equal(out, module(*inputs())) and not module.state_dict()
-
-
 @on_devices
-@on_backends
 @pytest.mark.parametrize("kind", ["mask", "alibi", "thd"])
-def test_inference_mode_and_then_training(kind: str, device: str, backend: str, use: Any) -> None:
+def test_inference_mode_and_then_training(kind: str, device: str, backend: str) -> None:
     """What is kept of a mask, of slopes or of lengths since an evaluation serves a training step, too."""
-    use(backend)
     module, tensors = make(attn_mask_type="padding" if kind != "alibi" else "causal").to(device), inputs(device)
     call_inputs._slopes.clear()
     options: dict[str, Any] = {
@@ -489,10 +269,8 @@ def test_inference_mode_and_then_training(kind: str, device: str, backend: str, 
 
 
 @on_devices
-@on_backends
-def test_a_bias_may_begin_anywhere(device: str, backend: str, use: Any) -> None:
+def test_a_bias_may_begin_anywhere(device: str, backend: str) -> None:
     """That of one head of several, say, which need not lie on 16 bytes; its gradient comes back all the same."""
-    use(backend)
     module, tensors = make(attn_mask_type="no_mask").to(device), inputs(device, dtype=torch.bfloat16)
     whole = torch.randn(1 + HEADS * SEQ * SEQ, device=device).bfloat16()
     bias = whole[1:].view(1, HEADS, SEQ, SEQ).requires_grad_()
@@ -506,9 +284,7 @@ def test_a_bias_may_begin_anywhere(device: str, backend: str, use: Any) -> None:
 
 
 @on_devices
-@on_backends
-def test_a_converted_module_has_a_converted_sink(device: str, backend: str, use: Any) -> None:
-    use(backend)
+def test_a_converted_module_has_a_converted_sink(device: str, backend: str) -> None:
     wanted, module = (make(softmax_type="learnable").to(device) for _ in range(2))
     with torch.no_grad():
         for m in (wanted, module):
@@ -521,23 +297,6 @@ def test_a_converted_module_has_a_converted_sink(device: str, backend: str, use:
     assert torch.equal(module.softmax_offset.grad, wanted.softmax_offset.grad.bfloat16()) or device == "cuda"
 
 
-@on_backends
-@pytest.mark.parametrize("shape", [(0, SEQ), (BATCH, 0)])
-def test_nothing_to_attend(shape: tuple[int, int], backend: str, use: Any) -> None:
-    use(backend)
-    tensors = [torch.randn(*shape, heads, WIDTH, requires_grad=True) for heads in (HEADS, 2, 2)]
-    out, *grads = step(make(), tensors)
-    assert out.shape == (*shape, HEADS * WIDTH) and [g.shape for g in grads] == [t.shape for t in tensors]
-
-
-def test_pickled_and_copied() -> None:
-    module = make(softmax_type="learnable")
-    wanted = module(*inputs())
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other(*inputs()), wanted) and len(other._choices) == 1
-    assert "heads=4, groups=2" in repr(module)
-
-
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("te_torch.attention.dot_product._PLANS", 3)
     module = make()
@@ -546,38 +305,100 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(module._choices) <= 3
 
 
-@on_backends
-def test_a_cache_of_the_older_form(backend: str, use: Any) -> None:
-    """InferenceParams(batch, length) with causal masks, as the older documentation has it."""
-    use(backend)
-    module = make(layer_number=1).eval()
-    tensors = [t.detach() for t in inputs()]
-    wanted = module(*tensors)
-    cache = InferenceParams(BATCH, SEQ)
-    first = module(*(t[:, :4] for t in tensors), inference_params=cache)
-    cache.sequence_len_offset += 4
-    second = module(*(t[:, 4:] for t in tensors), inference_params=cache)
-    assert near([torch.cat([first, second], 1)], [wanted])
-
-
-@pytest.mark.parametrize("backend", [choose.FUSED, pytest.param(choose.UNFUSED, marks=pytest.mark.full)])
-def test_compiled(backend: str, use: Any) -> None:
-    use(backend)
-    torch._dynamo.utils.counters.clear()
-    module = make(attention_dropout=0.2, softmax_type="learnable")
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    for options in ({}, {"attention_mask": padding([6, 2, 4]), "attn_mask_type": "padding_causal"}):
-        torch.manual_seed(1)
-        tensors = inputs()
-        torch.manual_seed(1)
-        a = step(module, tensors, **options)
-        torch.manual_seed(1)
-        assert same(step(compiled, tensors, **options), a)
-    assert not torch._dynamo.utils.counters["graph_break"]
-    torch._dynamo.reset()
-
-
 def test_backends_are_those_of_the_table() -> None:
     from te_torch.attention.dot_product import RUN
 
     assert set(RUN) == set(choose.BACKENDS)
+
+
+@on_devices
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 2, 2), (2, 0, 3), (2, 3, 0), (2, 0, 0)])
+def test_no_pair_of_a_query_and_a_key(batch: int, queries: int, keys: int, backend: str, device: str) -> None:
+    """Zeros as outputs and gradients, with dropout too, and no logit."""
+    counts = [(queries, HEADS), (keys, GROUPS), (keys, GROUPS)]
+    place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
+    tensors = [torch.zeros(batch, n, heads, WIDTH, **place, requires_grad=True) for n, heads in counts]
+    options: dict[str, Any] = {"attn_mask_type": "no_mask", "attention_dropout": 0.5}
+    out, *grads = step(make(**options), tensors)
+    assert out.shape == (batch, queries, HEADS * WIDTH) and not out.any()
+    assert [g.shape for g in grads] == [t.shape for t in tensors] and not any(g.any() for g in grads)
+    _, largest = make(return_max_logit=True, **options).eval()(*tensors)
+    assert torch.equal(largest, torch.full((HEADS,), -torch.inf, device=device))
+    hidden = [torch.zeros(batch, 1, 1, n, dtype=torch.bool, device=device) for n in (queries, keys)]
+    padded = step(make(attn_mask_type="padding"), tensors, tuple(hidden))
+    assert [t.shape for t in padded] == [out.shape, *(t.shape for t in tensors)] and not any(t.any() for t in padded)
+
+
+# ------------------------------------------------------------------------- no pairs, and masks that are not read
+
+
+@pytest.fixture
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process: nothing has been said yet."""
+    monkeypatch.setattr("te_torch.attention.inputs._said", set())
+
+
+def said_of_masks(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call gives, and what it warns of."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = call()
+    assert all("/tests/" in w.filename for w in said), "a warning names a line of ours"
+    return found, [str(w.message) for w in said]
+
+
+@pytest.mark.usefixtures("unsaid")
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
+def test_a_mask_that_the_mask_type_does_not_read_changes_nothing(mask_type: str) -> None:
+    """The peer's own scripts pass their mask always. The mask type may come with the call, too."""
+    tensors, mask = inputs(), padding([1, 2, 3])
+    wanted = step(make(attn_mask_type=mask_type), tensors)
+    masks = (mask, (mask, mask), ~mask.expand(-1, 1, SEQ, -1), torch.randn(5))
+
+    def run() -> list[list[torch.Tensor]]:
+        own = [step(make(attn_mask_type=mask_type), tensors, attention_mask=m) for m in masks]
+        return [*own, step(make(attn_mask_type="padding"), tensors, attention_mask=mask, attn_mask_type=mask_type)]
+
+    found, said = said_of_masks(run)
+    assert all(torch.equal(a, b) for got in found for a, b in zip(got, wanted, strict=True))
+    assert len(said) == 1 and f"attention_mask is not read with attn_mask_type='{mask_type}'" in said[0]
+    for reads in ("padding", "arbitrary"):
+        assert not torch.equal(make(attn_mask_type=reads)(*tensors, mask), make(attn_mask_type="no_mask")(*tensors))
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_a_packed_projection_stays_whole_beside_masks_that_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te_torch.attention.dot_product.heads_of", None)  # takes a projection apart for two masks
+    qkv, mask = torch.randn(BATCH, SEQ, 3, HEADS, WIDTH), padding([1, 2, 3])
+    module = make(num_gqa_groups=HEADS)
+    found, _ = said_of_masks(lambda: module(qkv_layer=qkv, attention_mask=(mask, mask)))
+    assert torch.equal(found, module(qkv_layer=qkv))
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_a_layer_says_once_that_it_does_not_read_a_mask() -> None:
+    layer = te.TransformerLayer(16, 32, 2, layer_type="decoder", device="cpu").eval()
+    x, mask = torch.randn(SEQ, BATCH, 16), padding([1, 2, 3])
+    wanted = layer(x, encoder_output=x)
+
+    def run() -> list[torch.Tensor]:
+        return [layer(x, attention_mask=mask, enc_dec_attn_mask=(mask, mask), encoder_output=x) for _ in range(2)]
+
+    found, said = said_of_masks(run)
+    assert all(torch.equal(y, wanted) for y in found)
+    assert [re.findall("'[a-z_]*'", text)[0] for text in said] == ["'causal'", "'no_mask'"]
+    read = layer(x, attention_mask=mask, self_attn_mask_type="padding_causal", encoder_output=x)
+    assert not torch.equal(read, wanted)
+
+
+@pytest.mark.usefixtures("unsaid")
+@pytest.mark.parametrize("older", [False, True])
+def test_a_cache_names_a_mask_that_it_does_not_read(older: bool) -> None:
+    module, (q, k, v) = make(attn_mask_type="padding_causal", layer_number=1).eval(), inputs()
+    with torch.no_grad(), pytest.warns(UserWarning, match="not read with inference_params") as said:
+        for _ in range(2):
+            cache = InferenceParams(BATCH, 16, *(() if older else (GROUPS, WIDTH, q.dtype)), device="cpu")
+            if not older:
+                cache.pre_step(OrderedDict.fromkeys(range(BATCH), SEQ))
+            module(q, k, v, padding([1, 2, 3]), inference_params=cache)
+    assert len(said) == 1

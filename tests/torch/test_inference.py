@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
+import sys
 from collections import OrderedDict
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from examples.generate import generate, generate_uncached
+from examples.generate import generate, generate_uncached, parse
 from te_cli.gpt import GPT
 from te_cli.settings import GPTConfig
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
-from te_torch.attention.kv_cache import KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager, _moves
+from te_torch.attention.kv_cache import KVCacheManager, PagedKVCacheManager, _moves
 from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.transformer.layer import TransformerLayer
 from tests.backends import devices, requires_cuda
@@ -235,70 +239,17 @@ def test_two_layers_of_one_number_are_refused(form):
     other(token, inference_params=p)
 
 
-def test_continuation_by_several_tokens_is_refused():
-    p = params("cpu")
-    p.pre_step(OrderedDict({1: 4}))
-    with pytest.raises(ValueError, match="3 tokens for sequence 1.*not expressible in pre_step"):
-        p.pre_step(OrderedDict({1: 3}))
-    assert p.sequences == {1: 4}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"num_heads_kv": None},
-        {"head_dim_k": None},
-        {"dtype": None},
-        {"qkv_format": "bhsd"},
-        {"qkv_format": "thd"},
-        {"is_paged": True},
-        {"is_paged": True, "page_size": 5, "total_num_pages": 19},
-        {"is_paged": True, "page_size": 4, "total_num_pages": 23},
-        {"is_paged": True, "page_size": -4, "total_num_pages": -24},
-        {"max_batch_size": 0},
-        {"max_sequence_length": -1},
-        {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "is_paged": True},
-        {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "qkv_format": "thd", "max_ctx_len": 8},
-    ],
-)
-def test_documented_assertions(arguments):
-    usual = {"num_heads_kv": HEADS, "head_dim_k": D_K, "dtype": torch.float32, "device": "cpu"}
-    sizes = {"max_batch_size": ROWS, "max_sequence_length": CAPACITY}
-    with pytest.raises(AssertionError, match="InferenceParams: got"):
-        InferenceParams(**(sizes | usual | arguments))
-
-
-def test_step_refusals():
-    def tokens(*shape):
-        return torch.zeros(*shape, HEADS, D_K), torch.zeros(*shape, HEADS, D_V)
-
-    p = params("cpu", dtype=torch.float32)
-    with pytest.raises(ValueError, match="call pre_step"):
-        p.step(1, *tokens(1, 1), "bshd")
-    p.pre_step(OrderedDict({1: 4, 2: 1}))
-    for shape, form in (((2, 3), "bshd"), ((1, 4), "bshd"), ((5, 4), "bshd"), ((2, 4), "sbhd")):
-        with pytest.raises(ValueError, match="as pre_step announced"):
-            p.step(1, *tokens(*shape), form)
-    with pytest.raises(ValueError, match="max_ctx_len"):
-        p.step(1, *tokens(5), "thd")
-    with pytest.raises(ValueError, match="new_k = .*of dtype float32"):
-        p.step(1, *(t.bfloat16() for t in tokens(2, 4)), "bshd")
-    with pytest.raises(ValueError, match="pass device="):
-        p.step(1, *(t.to("meta") for t in tokens(2, 4)), "bshd")
-    with pytest.raises(ValueError, match="without pages"):
-        p.convert_paged_to_nonpaged(1)
-    with pytest.raises(ValueError, match="layer_number=1. Allowed: a layer that has a cache: none yet"):
-        params("cpu", paged=True).convert_paged_to_nonpaged(1)
+def test_the_longest_of_a_step():
+    """As it was, where a step is refused."""
     packed = params("cpu", form="thd", max_ctx_len=4)
     with pytest.raises(ValueError, match="max_ctx_len=4"):
         packed.pre_step(OrderedDict({1: 5}))
-    packed.pre_step(OrderedDict({1: 4}))
-    assert packed.max_seqlen_q == 4
-    packed.pre_step(OrderedDict({1: 1}))
-    assert packed.max_seqlen_q == 1
+    for tokens in (4, 1):
+        packed.pre_step(OrderedDict({1: tokens}))
+        assert packed.max_seqlen_q == tokens
     with pytest.raises(RuntimeError, match="full"):
         packed.pre_step(OrderedDict((9 + n, 2) for n in range(ROWS + 1)))
-    assert packed.max_seqlen_q == 1  # nothing has changed
+    assert packed.max_seqlen_q == 1
 
 
 def test_custom_manager():
@@ -315,51 +266,6 @@ def test_custom_manager():
     k, v = torch.zeros(2, 1, HEADS, D_K), torch.zeros(2, 1, HEADS, D_V)
     got = p.step(3, k, v, "bshd")
     assert got[0] is k and got[1] is v and got[3].tolist() == [0, 3, 4] and p.sequences == {5: 3, 6: 1}
-
-
-# --------------------------------------------------------------------------------------------- attention over it
-
-
-def causal(q, k, v):
-    """The last len(q) tokens of a sequence attend to all before them: [tokens, heads, d] in float64."""
-    q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
-    k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
-
-
-@pytest.mark.parametrize("device", devices())
-@covering(paged=[False, True], form=FORMS)
-def test_attention_equals_the_whole_sequence(device, paged, form):
-    """Grouped heads of two widths; every token's output is that of causal attention over its sequence."""
-    p = params(device, paged=paged, form=form, dtype=torch.float32)
-    attention = DotProductAttention(
-        2 * HEADS, (D_K, D_V), HEADS, qkv_format=form, attn_mask_type="padding_causal", layer_number=3
-    ).eval()
-    kept: dict[int, list[torch.Tensor]] = {}
-    for step in schedule(77 + number_of(form, paged), steps=15):
-        p.pre_step(step)
-        q, k, v = (
-            {n: torch.randn(count, heads, d, device=device) for n, count in step.items()}
-            for heads, d in ((2 * HEADS, D_K), (HEADS, D_K), (HEADS, D_V))
-        )
-        kept = {
-            n: [torch.cat(both) for both in zip(kept[n], (k[n], v[n]), strict=True)] if n in kept else [k[n], v[n]]
-            for n in step
-        }
-        batch = [batch_of(step, form, t, len(step), 0) for t in (q, k, v)]
-        with torch.no_grad():
-            out = attention(*batch, inference_params=p)
-        begin = 0
-        for row, (n, count) in enumerate(step.items()):
-            if form == "thd":
-                got = out[begin : begin + count]
-            else:
-                got = (out[row] if form == "bshd" else out[:, row])[:count]
-            begin += count
-            want = causal(q[n], *kept[n])
-            torch.testing.assert_close(got.double(), want.flatten(1), rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ a model that generates
@@ -526,20 +432,6 @@ def test_older_form_with_gradients_after_inference_mode():
     torch.testing.assert_close(got, want, rtol=0, atol=0, check_layout=False)
 
 
-def test_older_form_refusals():
-    p = InferenceParams(2, 8, device="cpu")
-    k = torch.zeros(2, 4, HEADS, D_K)
-    for offsets in ((5, 0), (0, 1)):
-        p.sequence_len_offset, p.batch_size_offset = offsets
-        with pytest.raises(RuntimeError, match="KV cache is full!"):
-            p.step(1, k, k, "bshd")
-    p.reset()
-    with pytest.raises(ValueError, match="sequence_len_offset"):
-        p.pre_step(OrderedDict({1: 1}))
-    with pytest.raises(ValueError, match="first step"):
-        p.allocate_memory(1)
-
-
 # ---------------------------------------------------------------------------------------------------- CUDA
 
 
@@ -575,19 +467,161 @@ def test_capture(paged):
         torch.testing.assert_close(held(cache, table, row, len(want)), want, rtol=0, atol=0)
 
 
-def test_managers_without_inference_params():
-    """As they are documented: called by hand."""
-    for manager in (
-        NonPagedKVCacheManager(2, 8, HEADS, D_K, torch.float32, device="cpu"),
-        PagedKVCacheManager(2, 8, HEADS, D_K, torch.float32, device="cpu", total_num_pages=4, page_size=4),
+# ------------------------------------------------------------------------------------------------------- under layers
+
+
+def continued(model, p, token):
+    p.pre_step(OrderedDict({1: 1, 2: 1}))
+    return model(torch.tensor([[token], [token + 1]], device=p.device), inference_params=p)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@torch.no_grad()
+def test_a_copy_has_memory_of_its_own(device, paged, copied):
+    """A search that goes on from one cache in two ways: neither sees the other's tokens."""
+    model = Tiny("bshd", device).eval()
+    p, alone, elsewhere = (params(device, paged=paged, dtype=torch.float32, d_v=D_K) for _ in range(3))
+    for each in (p, alone, elsewhere):
+        each.pre_step(OrderedDict({1: 3, 2: 3}))
+        model(torch.arange(6, device=device).view(2, 3), inference_params=each)
+    other = copied(p)
+    steps = ((p, alone, 30), (other, elsewhere, 20), (p, alone, 40), (other, elsewhere, 50))
+    for each, want, token in steps:
+        torch.testing.assert_close(continued(model, each, token), continued(model, want, token), rtol=0, atol=0)
+    assert p.get_seqlens_pre_step().tolist()[:2] == [4, 4] and other.cu_seqlens_kv.tolist()[:3] == [0, 5, 10]
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@torch.no_grad()
+def test_a_cache_goes_on_after_it_was_sent_to_another_process(paged):
+    """torch moves its memory into shared memory then."""
+    model = Tiny("bshd", "cpu").eval()
+    p, alone = (params("cpu", paged=paged, dtype=torch.float32, d_v=D_K) for _ in range(2))
+    for token in (3, 30, 7, 20):
+        torch.testing.assert_close(continued(model, p, token), continued(model, alone, token), rtol=0, atol=0)
+        sent = ForkingPickler.dumps(p)
+        held = [t for pair in alone.cache_manager.cache.values() for t in pair]
+        waste = [torch.full_like(t, 7.0) for t in 4 * held]  # where it was
+        assert len(sent) and len(waste) and p.cache_manager.cache[1][0].is_shared()
+
+
+def test_the_older_form_copied():
+    p = InferenceParams(2, 8, device="cpu")
+    tokens = torch.randn(2, 3, HEADS, D_K)
+    p.step(1, tokens, tokens, "bshd")
+    p.sequence_len_offset = 3
+    other = copy.deepcopy(p)
+    *_, cu_q, cu_kv, _, _ = other.step(1, tokens, tokens, "bshd")
+    assert cu_q.tolist() == [0, 3, 6] and cu_kv.tolist() == [0, 6, 12]
+    assert other.cache_manager.cache[1][0][:, 3:6].all() and not p.cache_manager.cache[1][0][:, 3:].any()
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@torch.no_grad()
+def test_a_decoder(device, paged):
+    """Queries of cross attention stand where the cache ends, too; what they look at is not kept."""
+    torch.manual_seed(3)
+    layer = TransformerLayer(
+        32,
+        64,
+        4,
+        num_gqa_groups=HEADS,
+        layer_number=1,
+        layer_type="decoder",
+        self_attn_mask_type="padding_causal",
+        attn_input_format="bshd",
+        device=device,
+    ).eval()
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3)
+    x, encoded = torch.randn(2, 7, 32, device=device), torch.randn(2, 9, 32, device=device)
+    options = {"encoder_output": encoded, "rotary_pos_emb": RotaryPositionEmbedding(D_K).to(device)(CAPACITY)}
+    want = layer(x, self_attn_mask_type="causal", **options)
+    p, got, begin = params(device, paged=paged, dtype=torch.float32, d_v=D_K), [], 0
+    for tokens in (4, 1, 1, 1):
+        p.pre_step(OrderedDict({1: tokens, 2: tokens}))
+        got.append(layer(x[:, begin : begin + tokens], inference_params=p, **options))
+        begin += tokens
+    torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(
+    ("fused", "paged"),
+    [("1", False), ("0", True), *(pytest.param(*case, marks=pytest.mark.full) for case in (("1", True), ("0", False)))],
+    ids=[
+        "any backend-rows",
+        "unfused, which breaks the graph-pages",
+        "any backend-pages",
+        "unfused, which breaks the graph-rows",
+    ],
+)
+@torch.no_grad()
+def test_compiled(device, paged, fused, monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
+    model = Tiny("bshd", device).eval()
+    model.layers = model.layers[:1]
+    compiled = torch.compile(model, backend="eager", dynamic=False)
+    p, want = (params(device, paged=paged, dtype=torch.float32, d_v=D_K) for _ in range(2))
+    for step in (3, 1, 1):
+        tokens = torch.randint(64, (2, step), device=device)
+        for each in (p, want):
+            each.pre_step(OrderedDict({1: step, 2: step}))
+        got = compiled(tokens, inference_params=p)
+        torch.testing.assert_close(got, model(tokens, inference_params=want), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("--prompt", "", "no next byte"), ("--count", "0", "0 is not"), ("--batch", "-1", "-1")],
+)
+def test_refusals_of_the_example(option, value, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate.py", option, value])
+    with pytest.raises(SystemExit):
+        parse()
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("kind", ["rows", "pages", "older"])
+@pytest.mark.parametrize("frozen", ["", "query", "keys"])
+@torch.enable_grad()
+def test_no_gradient_through_a_cache(device, kind, frozen):
+    """Forward in grad mode is what it is without; a backward says in one sentence that there is none."""
+    model = Tiny("bshd", device).eval()
+    for name, parameter in model.named_parameters():
+        if frozen and ("query" in name) == (frozen == "query"):
+            parameter.requires_grad_(False)
+    tokens = torch.arange(6, device=device).view(2, 3)
+
+    def cache():
+        if kind == "older":
+            return InferenceParams(2, CAPACITY, device=device)
+        p = params(device, paged=kind == "pages", dtype=torch.float32, d_v=D_K)
+        p.pre_step(OrderedDict({1: 3, 2: 3}))
+        return p
+
+    got = model(tokens, inference_params=cache())
+    with torch.no_grad():
+        want = model(tokens, inference_params=cache())
+    assert got.requires_grad and torch.equal(got, want)
+    with pytest.raises(
+        UnsupportedError, match=r"DotProductAttention: got a backward through inference_params.*no_grad"
     ):
-        manager.allocate_memory(1)
-        assert manager.pre_step(OrderedDict({1: 3, 2: 5})) == {1: 3, 2: 5}
-        cu = torch.tensor([0, 3, 8], dtype=torch.int32)
-        new = torch.randn(8, HEADS, D_K)
-        k, v = manager.step(1, new, -new, cu, cu, "thd")
-        table = getattr(manager, "page_table", None)
-        torch.testing.assert_close(held(k, table, 1, 5), new[3:], rtol=0, atol=0)
-        torch.testing.assert_close(held(v, table, 0, 3), -new[:3], rtol=0, atol=0)
-        manager.reset()
-        assert not manager.sequences
+        got.sum().backward()
+
+
+@pytest.mark.parametrize("device", devices())
+@torch.enable_grad()
+def test_grad_mode_costs_a_cache_no_memory(device):
+    """Who forgets torch.no_grad() keeps nothing of the attention for a backward that cannot be."""
+    attention = DotProductAttention(HEADS, D_K, qkv_format="bshd", attn_mask_type="padding_causal", layer_number=1)
+    q, k, v = (torch.randn(2, 3, HEADS, D_K, device=device, requires_grad=True) for _ in range(3))
+    p, kept = InferenceParams(2, CAPACITY, device=device), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = attention(q, k, v, inference_params=p)
+    assert not kept and out.requires_grad and not p.cache_manager.cache[1][0].requires_grad
+    assert not attention(q.detach(), k.detach(), v.detach(), inference_params=p).requires_grad

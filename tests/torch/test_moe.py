@@ -1,22 +1,26 @@
-"""Tokens to their experts and back: values, gradients, errors, and the golden file."""
+"""Tokens to their experts and back: values, gradients, the golden file; quantized, and in compiled programs."""
 
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
-from te_core.recipe import Float8CurrentScaling
+from te_core.errors import UnsupportedError
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_torch.tensors.dtype import DType
+from te_torch.training import moe_operators
 from tests.backends import devices, requires_cuda
 from tests.covering import covering
 from tests.golden import tree
+from tests.module_steps import fp8_state
 from tests.moe_cases import E, H, K, T, by_index, normal, pairs, probabilities, routing, through_experts
 
 DEVICES = devices()
@@ -248,7 +252,7 @@ def test_num_out_tokens_of_a_mask(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_num_out_tokens_of_other_libraries(device: str) -> None:
-    """What counts as an integer in Python stands for one; a float, or a flag, does not."""
+    """What counts as an integer in Python stands for one."""
     mask, x = routing(device), normal(T, H, device=device)
     probs, experts = mask.float(), mask.nonzero()[: T * K, 1].int().view(T, K)
     want = [te.moe_permute(x, mask, 20)[0], te.moe_permute(x, experts, 20, map_type="index")[0]]
@@ -256,9 +260,6 @@ def test_num_out_tokens_of_other_libraries(device: str) -> None:
         found = [te.moe_permute(x, mask, given)[0], te.moe_permute(x, experts, given, map_type="index")[0]]
         assert all(map(torch.equal, found, want))
         assert torch.equal(te.moe_permute_with_probs(x, probs, mask, given)[0], want[0])
-    for wrong in (20.0, True, torch.tensor(20.0), torch.tensor([1, 2])):
-        with pytest.raises(ArgumentError, match="num_out_tokens=.*an integer"):
-            te.moe_permute(x, mask, wrong)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -362,31 +363,6 @@ def test_a_layer_of_experts(recipe: str | None, device: str) -> None:
     assert error < (1e-3 if recipe is None else 0.08) and x.grad is not None and probs.grad is not None
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_two_threads(device: str) -> None:
-    """Each with tokens of its own, at once."""
-    failed: list[Any] = []
-
-    def work(seed: int) -> None:
-        mask = routing(device, 50 + seed)
-        token, _ = pairs(mask)
-        x = normal(50 + seed, H, device=device)
-        for _ in range(20):
-            out, row_map = te.moe_permute(x, mask)
-            good = torch.equal(out, x[token])
-            back = te.moe_unpermute(out, row_map)
-            good &= torch.allclose(back, x * mask.sum(1, keepdim=True), rtol=1e-5)
-            if not good:
-                failed.append(seed)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not failed
-
-
 def test_meta_tensors() -> None:
     """Shapes without memory."""
     x, mask = torch.empty(T, H, device="meta"), torch.empty(T, E, dtype=torch.int32, device="meta")
@@ -446,59 +422,6 @@ def test_nothing_waits() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-# --------------------------------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_errors(device: str) -> None:
-    x, mask = normal(T, H, device=device), routing(device)
-    probs, rows = probabilities(mask), int(mask.sum())
-    out, row_map = te.moe_permute(x, mask, rows)
-    counts = mask.sum(0)
-    sizes, order = torch.tensor([3, 4], device=device), torch.tensor([1, 0], device=device)
-    for call, part in (
-        (lambda: te.moe_permute(x, mask, rows, map_type="both"), "map_type"),
-        (lambda: te.moe_permute(x[1:], mask, rows), "a row for each token"),
-        (lambda: te.moe_permute(x[None], mask, rows), "inp of shape"),
-        (lambda: te.moe_permute(x.double(), mask, rows), "float64"),
-        (lambda: te.moe_permute(x, mask.float(), rows), "routing_map of torch.float32"),
-        (lambda: te.moe_permute(x, mask.float(), rows, map_type="index"), "expert ids"),
-        (lambda: te.moe_permute_with_probs(x, probs[1:], mask, rows), "probs of 36 rows"),
-        (lambda: te.moe_permute_with_probs(x, probs[:, 1:], mask, rows), "as the map"),
-        (lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, None, 16), "tokens_per_expert"),
-        (lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 0), "align_size"),
-        (lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, counts[1:], 16), "one an expert"),
-        (
-            lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, counts - 1, 16),
-            r"tokens_per_expert=\[.*mask that sends",
-        ),
-        (lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, counts + 1, 16), "mask that sends"),
-        (lambda: te.moe_unpermute(out, row_map, probs, probs=probs), "one of them"),
-        (lambda: te.moe_unpermute(out, row_map, map_type="both"), "map_type"),
-        (lambda: te.moe_unpermute(out, row_map, probs[1:]), "merging_probs"),
-        (lambda: te.moe_unpermute(out, row_map, restore_shape=(T + 1, H)), "restore_shape"),
-        (lambda: te.moe_unpermute(out, row_map[:, 1:]), "row_id_map"),
-        (lambda: te.moe_unpermute(out, row_map.reshape(-1), probs, map_type="index"), "top k"),
-        (lambda: te.moe_unpermute(out, order.int(), map_type="index", pad_offsets=counts), "pad_offsets"),
-        (lambda: te.moe_unpermute(out, row_map, pad_offsets=counts[1:]), "pad_offsets"),
-        (lambda: te.moe_sort_chunks_by_index(x, sizes, order[1:]), "sorted_index"),
-        (lambda: te.moe_sort_chunks_by_index(x, sizes.float(), order), "split_sizes"),
-        (lambda: te.moe_sort_chunks_by_index_with_probs(x, probs[:, 0][1:], sizes, order), "each row"),
-        (lambda: te.moe_sort_chunks_by_index(x, [3, 4], order), r"split_sizes of type list.*torch.tensor\(split_sizes"),
-        (lambda: te.moe_sort_chunks_by_index_with_probs(x, probs[:, 0], sizes, [1, 0]), "sorted_index of type list"),
-        (lambda: te.moe_permute(x, mask.tolist()), "routing_map of type list"),
-        (lambda: te.moe_permute_with_probs(x, None, mask), "probs of type NoneType"),
-        (lambda: te.moe_unpermute(out, None), "row_id_map of type NoneType"),
-    ):
-        with pytest.raises(ArgumentError, match=part):
-            call()
-    for given in (0, -2):
-        with pytest.raises(AssertionError, match="num_out_tokens"):
-            te.moe_permute(x, mask, given)
-    with pytest.raises(AssertionError, match="num_out_tokens"):
-        te.moe_permute(x, mask[:, :K].contiguous(), -2, map_type="index")
-
-
 @requires_cuda
 def test_tensors_of_another_device() -> None:
     x, mask = normal(T, H, device="cuda"), routing("cuda")
@@ -531,20 +454,228 @@ def test_warnings(device: str) -> None:
         te.moe_unpermute(out, index, probs[:, :K].to(torch.bfloat16).contiguous(), map_type="index")
 
 
+# ---------------------------------------------------------------------------------------------------------- quantized
+
+
+def quantizers(device: str) -> dict[str, Any]:
+    kind = DType.kFloat8E4M3
+    scale = torch.full((1,), 4.0, device=device)
+    return {
+        "delayed": te.Float8Quantizer(scale, torch.zeros(1, device=device), kind, rowwise=True, columnwise=True),
+        "current": te.Float8CurrentScalingQuantizer(kind, device),
+        "block": te.Float8BlockQuantizer(kind, rowwise=True, columnwise=False, block_scaling_dim=1),
+        "mxfp8": te.MXFP8Quantizer(kind, rowwise=True, columnwise=True),
+    }
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_second_derivatives_are_refused(device: str) -> None:
-    x = normal(T, H, device=device).requires_grad_()
-    for function in (lambda t: te.moe_permute(t, routing(device))[0], lambda t: through_experts(t, *_rest(device))):
-        with pytest.raises(UnsupportedError, match="create_graph"):
-            torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+@covering(turns=2, name=["delayed", "current", "block", "mxfp8"], size=[(128, 256), (37, 40), (300, 130)])
+def test_quantized_tokens(name: str, size: tuple[int, int], device: str) -> None:
+    """The same class back, each row with its scales: permuting before dequantizing is permuting after it."""
+    tokens, hidden = size
+    mask = routing(device, tokens)
+    token, _ = pairs(mask)
+    x = (
+        normal(tokens, hidden, device=device, dtype=torch.bfloat16)
+        * torch.logspace(-3, 3, tokens, device=device)[:, None]
+    )
+    q = quantizers(device)[name](x.to(torch.bfloat16))
+    values = q.dequantize()
+    out, row_map = te.moe_permute(q, mask, len(token) + 5)
+    assert type(out) is type(q) and out.shape == (len(token) + 5, hidden) and out.dtype == q.dtype
+    found = out.dequantize()
+    assert torch.equal(found[: len(token)], values[token]) and not found[len(token) :].any()
+    assert out.get_usages() == {"rowwise": True, "columnwise": False}
+    assert torch.equal(te.moe_unpermute(found, row_map), te.moe_unpermute(*te.moe_permute(values, mask, len(token))))
+
+    probs = probabilities(mask)
+    out, row_probs, _, offsets, targets = te.moe_permute_and_pad_with_probs(q, probs, mask, mask.sum(0), 32)
+    plain = te.moe_permute_and_pad_with_probs(values, probs, mask, mask.sum(0), 32)
+    assert torch.equal(out.dequantize(), plain[0]) and torch.equal(row_probs, plain[1])
+    experts = mask.argmax(1, keepdim=True).int()
+    out, _ = te.moe_permute(q, experts, map_type="index")
+    assert torch.equal(out.dequantize(), te.moe_permute(values, experts, map_type="index")[0])
+    chunks = torch.tensor([tokens // 2, 3], device=device), torch.tensor([1, 0], device=device)
+    out = te.moe_sort_chunks_by_index(q, *chunks)
+    assert type(out) is type(q) and torch.equal(out.dequantize(), te.moe_sort_chunks_by_index(values, *chunks))
 
 
-def _rest(device: str) -> tuple[Any, ...]:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["delayed", "block", "mxfp8"])
+def test_quantized_gradient_of_unpermute(name: str, device: str) -> None:
+    """Moved as it is; the gradient of the rows has its class."""
+    mask = routing(device, 128)
+    x = normal(128, 256, device=device, dtype=torch.bfloat16)
+    rows, row_map = te.moe_permute(x, mask)
+    seen: list[Any] = []
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            seen.append(dy)
+            return dy.dequantize()
+
+    class Quantized(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> Any:
+            return quantizers(device)[name](dy)
+
+    leaf = rows.detach().requires_grad_()
+    Quantized.apply(te.moe_unpermute(Gradient.apply(leaf), row_map)).backward(x)
+    q = quantizers(device)[name](x)
+    assert type(seen[0]) is type(q)
+    assert torch.equal(leaf.grad, q.dequantize()[pairs(mask)[0]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_quantized_tokens_give_gradients(device: str) -> None:
     mask = routing(device)
-    return probabilities(mask), mask, int(mask.sum())
+    q = quantizers(device)["block"](normal(T, H, device=device, dtype=torch.bfloat16)).requires_grad_()
+    out, _ = te.moe_permute(q, mask)
+    out.dequantize().sum().backward()
+    assert torch.equal(q.grad[:, 0].float(), mask.sum(1).float())
 
 
-def test_copied_maps(device: str = "cpu") -> None:
-    """A map is a tensor like others: cloned, saved, copied."""
-    out, row_map = te.moe_permute(normal(T, H), routing(device))
-    assert torch.equal(te.moe_unpermute(out, copy.deepcopy(row_map)), te.moe_unpermute(out, row_map.clone()))
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp8_under_a_compiler_is_refused(device: str) -> None:
+    torch._dynamo.reset()
+    mask = routing(device)
+    q = quantizers(device)["block"](normal(T, H, device=device, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError):
+        torch.compile(lambda t, m: te.moe_permute(t, m, 300)[0], fullgraph=True, backend="eager")(q, mask)
+
+
+# ----------------------------------------------------------------------------------------------- in compiled programs
+
+
+def sums_and_chunks(x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, rows: int) -> torch.Tensor:
+    out, row_map = te.moe_permute(x, mask, rows)
+    sizes = mask.sum(0)
+    out, moved = te.moe_sort_chunks_by_index_with_probs(out, out[:, 0], sizes, sizes.argsort(stable=True))
+    return te.moe_unpermute(torch.sin(out) * moved[:, None], row_map) * probs.sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    [
+        (through_experts, "aot_eager"),
+        (by_index, "aot_eager"),
+        pytest.param(sums_and_chunks, "aot_eager", marks=pytest.mark.full),
+        pytest.param(through_experts, "inductor", marks=pytest.mark.more),
+        *(pytest.param(function, "inductor", marks=pytest.mark.full) for function in (by_index, sums_and_chunks)),
+    ],
+)
+def test_compiled(function: Callable[..., torch.Tensor], backend: str, device: str) -> None:
+    """One graph, forward and backward, equal to eager; other sizes too."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for tokens in (T, 50):  # the second makes a symbol of the number
+        mask = routing(device, tokens)
+        rows = int(mask.sum())
+        results = []
+        for run in (function, compiled):
+            x = normal(tokens, H, device=device, dtype=torch.float32).requires_grad_()
+            probs = probabilities(mask).requires_grad_()
+            run(x, probs, mask, rows).backward(normal(tokens, H, device=device, seed=9))
+            results.append((x.grad, probs.grad))
+        for eager, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, eager, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [np.int64, np.array, torch.tensor])
+def test_num_out_tokens_of_other_libraries_in_a_program(kind: Callable[[int], Any], device: str) -> None:
+    """A program for all numbers that a tensor or an array may hold."""
+    mask, x = routing(device), normal(T, H, device=device)
+    experts = mask.nonzero()[: T * K, 1].int().view(T, K)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def compiled(rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return te.moe_permute(x, mask, rows)[0], te.moe_permute(x, experts, rows, map_type="index")[0]
+
+    for rows in (20, 12):
+        want = te.moe_permute(x, mask, rows)[0], te.moe_permute(x, experts, rows, map_type="index")[0]
+        assert all(map(torch.equal, compiled(kind(rows)), want))
+    assert counter.frame_count == 1
+
+
+RECIPE = DelayedScaling(amax_history_len=3)
+
+
+def all_rows(x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, experts: Any) -> torch.Tensor:
+    out, row_map = te.moe_permute(x, mask)
+    return te.moe_unpermute(torch.tanh(out), row_map, probs)
+
+
+def all_rows_through_experts(x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, experts: Any) -> torch.Tensor:
+    """Two moves in a row, a GEMM for each group, and the way back: nothing on it asks how many rows there are."""
+    out, row_probs, row_map = te.moe_permute_with_probs(x, probs, mask)
+    counts, turn = mask.sum(0), torch.arange(E - 1, -1, -1, device=x.device)
+    out = te.moe_sort_chunks_by_index(out, counts, turn)
+    with te.autocast(recipe=RECIPE):
+        out = experts(out, counts.flip(0))
+    out = te.moe_sort_chunks_by_index(out, counts.flip(0), turn)
+    return te.moe_unpermute(out * row_probs[:, None], row_map, restore_shape=x.shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("function", [all_rows, all_rows_through_experts])
+def test_rows_that_a_program_counts(function: Callable[..., torch.Tensor], backend: str, device: str) -> None:
+    """`num_out_tokens=-1`: one program for all numbers of rows, none too."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    experts = te.GroupedLinear(E, H, H, device=device)
+    others = copy.deepcopy(experts)
+    for step in range(4):
+        drawn = torch.rand(T, E, generator=torch.Generator().manual_seed(step))
+        mask = (drawn < 0.3 * step).int().to(device)
+        results = []
+        for run, layer in ((function, experts), (compiled, others)):
+            x = ((step + 1) * normal(T, H, device=device)).requires_grad_()
+            probs = probabilities(mask).requires_grad_()
+            layer.zero_grad()
+            y = run(x, probs, mask, layer)
+            y.backward(normal(T, H, device=device, seed=9))
+            results.append((y, x.grad, probs.grad, layer.weight0.grad, *fp8_state(layer).values()))
+        for eager, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, eager)
+    assert counter.frame_count == 1 and not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators(device: str) -> None:
+    """Schemas, shapes and derivatives of each, as torch checks operators."""
+    mask = routing(device)
+    x, probs = normal(T, H, device=device).requires_grad_(), probabilities(mask).requires_grad_()
+    rows = int(mask.sum())
+    call = torch.ops.te_runtime
+    row_map, starts = moe_operators.mask_map(mask)
+    pad = torch.zeros(E, dtype=torch.int64, device=device)
+    moved = normal(rows, H, device=device).requires_grad_()
+    ids, tests = mask[:, :K].contiguous(), ("test_schema", "test_faketensor", "test_autograd_registration")
+    for operator, args in (
+        (call.moe_mask_map, (mask,)),
+        (call.moe_index_map, (ids, 50)),
+        (call.moe_chunk_map, (torch.tensor([3, 4], device=device), torch.tensor([1, 0], device=device), 9)),
+        (call.moe_permute, (x, row_map, probs, pad, starts, rows + 3, True)),
+        (call.moe_permute, (x, row_map, None, None, None, rows, False)),
+        (call.moe_unpermute, (moved, row_map, probs, None, T)),
+        (call.moe_unpermute, (moved, row_map, None, pad, T)),
+        (call.moe_permute_backward, (moved.detach(), row_map, probs.detach(), moved.detach()[:, 0].clone(), None, T)),
+        (call.moe_unpermute_backward, (x.detach(), moved.detach(), row_map, probs.detach(), None)),
+    ):
+        torch.library.opcheck(operator.default, args, test_utils=tests)

@@ -14,10 +14,10 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScali
 from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.transformer.handed import HandOver
 from te_torch.transformer.multihead import MultiheadAttention
+from tests.attention_steps import padding
 from tests.backends import devices
 from tests.covering import covering
-from tests.module_steps import differences, gradient_for, on, randomise, step, values
-from tests.recipes import KINDS, region
+from tests.module_steps import gradient_for, on, randomise, step, values
 from tests.reference import transformer_layer as reference
 from tests.tolerances import DB, snr_db
 
@@ -113,8 +113,7 @@ def arguments(
     lengths = given = None
     if call.get("attention_mask") == "padding":
         lengths = LENGTHS
-        rows = torch.arange(S).view(1, 1, 1, -1)
-        ours["attention_mask"] = (rows >= torch.tensor([n for n, _ in LENGTHS]).view(-1, 1, 1, 1)).to(device)
+        ours["attention_mask"] = padding([n for n, _ in LENGTHS], S, device)
     elif call.get("attention_mask") == "random":
         given = (values(B, 1, S, S, seed=5) > 0.5) & ~torch.eye(S, dtype=torch.bool)
         ours["attention_mask"] = given.to(device)
@@ -184,31 +183,6 @@ def check(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], floor: 
         assert found >= floor, f"{name}: {found:.1f} dB"
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "case", ["default", "norm, fused", "rope, gqa, fused", "qk RMSNorm, rope", "cross, norm, fused"]
-)
-def test_half_precision(case: str, dtype: str, device: str) -> None:
-    """The backends that a GPU has for these dtypes; every product is rounded, three one after the other."""
-    options, call = CASES[case]
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    module = make(device, kind, **options)
-    ours, theirs = arguments(options, call, device)
-    ours = {k: t.to(kind) if k == "encoder_output" else t for k, t in ours.items()}
-    x = values(S, B, WIDTH, device=device, dtype=kind, seed=1)
-    if "encoded" in theirs:
-        theirs["encoded"] = theirs["encoded"].to(kind).double()
-    dy = gradient_for(x)
-    got = step(lambda t: module(t, **ours), x, None, dy=dy, owner=module)
-    o = {"num_attention_heads": HEADS, **options}
-    wanted = reference.results(lambda p, t: reference.multihead(p, t, o, **theirs)[0], module, x, dy)
-    for name, value in got.items():
-        if not name.endswith("key_bias"):  # nothing but rounding
-            found = snr_db(value, wanted[name])
-            assert found >= DB[f"{dtype} attention block"], f"{name}: {found:.1f} dB"
-
-
 # ---------------------------------------------------------------------------------- outputs and layouts
 
 
@@ -234,43 +208,6 @@ def test_what_is_returned(kind: str, device: str) -> None:
     assert bias.numel() == 0
 
 
-@on_devices
-@pytest.mark.parametrize("case", ["default", "rope, gqa, fused", "qk RMSNorm before rope"])
-def test_packed_sequences_equal_padded_ones(case: str, device: str) -> None:
-    """thd against bshd with the same lengths: outputs, dx, parameter gradients; tokens between sequences count for
-    nobody."""
-    options, call = CASES[case]
-    lengths = [5, S, 1]
-    cu = torch.tensor([0, 5, 5 + S, 6 + S], dtype=torch.int32, device=device)
-    padded = torch.tensor([0, 8, 8 + S, 10 + S], dtype=torch.int32, device=device)
-    turn = {"rotary_pos_emb": angles(device=device)} if call else {}
-    rows = values(3, S, WIDTH, device=device, seed=1)
-    dy = gradient_for(rows)
-    for b, length in enumerate(lengths):
-        dy[b, length:] = 0
-    wide = make(device, qkv_format="bshd", **options)
-    mask = torch.arange(S, device=device).view(1, 1, 1, -1) >= torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
-    how = {"attn_mask_type": "padding_causal", **turn}
-    wanted = step(lambda t: wide(t, attention_mask=mask, **how), rows, None, dy=dy, owner=wide)
-    narrow = make(device, qkv_format="thd", **options)
-    for begins, extra in ((cu, {}), (padded, {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded})):
-        places = [int(begins[b]) + i for b, length in enumerate(lengths) for i in range(length)]
-        tokens, grads = (t.new_zeros(int(begins[-1]), WIDTH) for t in (rows, dy))
-        tokens[places] = torch.cat([rows[b, :n] for b, n in enumerate(lengths)])
-        grads[places] = torch.cat([dy[b, :n] for b, n in enumerate(lengths)])
-
-        def run(t: torch.Tensor, extra: dict[str, Any] = extra) -> torch.Tensor:
-            return narrow(t, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=S, max_seqlen_kv=S, **how, **extra)
-
-        got = step(run, tokens, None, dy=grads, owner=narrow)
-        for name in ("y", "dx"):
-            one = torch.cat([wanted[name][b, :n] for b, n in enumerate(lengths)])
-            assert snr_db(got[name][places], one) >= DB["fp32"], name
-        for name in wanted.keys() - {"y", "dx"}:
-            if wanted[name].abs().max() > 1e-4:
-                assert snr_db(got[name], wanted[name]) >= DB["fp32"], name
-
-
 @pytest.mark.parametrize("of", ["object", "class"])
 def test_an_own_forward_of_the_attention_runs(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, shapes, plain = make("cpu"), values(S, B, WIDTH), [], te.DotProductAttention.forward
@@ -288,38 +225,10 @@ def test_an_own_forward_of_the_attention_runs(of: str, monkeypatch: pytest.Monke
     assert not torch.equal(module(x), wanted) and shapes == [((S, B, HEADS, 16),) * 3]
 
 
-@on_devices
-@pytest.mark.parametrize("case", ["default", "rope, gqa, fused", "learnable"])
-def test_recomputed_attention_is_equal(case: str, device: str) -> None:
-    """checkpoint_core_attention, with dropout: the same bits, forward and backward."""
-    options, call = CASES[case]
-    module = make(device, attention_dropout=0.3, **options)
-    ours, _ = arguments(options, call, device)
-    x = values(S, B, WIDTH, device=device, seed=1)
-    found = []
-    for again in (False, True):
-        torch.manual_seed(11)
-        found.append(
-            step(lambda t, again=again: module(t, checkpoint_core_attention=again, **ours), x, None, owner=module)
-        )
-    assert not differences(*found)
-    torch.manual_seed(12)
-    assert not torch.equal(module(x, **ours), found[0]["y"]), "there is dropout"
-    module.eval()
-    assert torch.equal(module(x, **ours), module(x, **ours))
-
-
 def test_a_pair_of_angles_may_be_a_list() -> None:
     x, pair = torch.randn(6, 2, 32), [torch.randn(6, 1, 1, 8), torch.randn(6, 1, 1, 4)]
     module = te.MultiheadAttention(32, 4, attention_dropout=0.0, device="cpu")
     assert torch.equal(module(x, rotary_pos_emb=pair), module(x, rotary_pos_emb=tuple(pair)))
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_angles_for_one_of_both(count: int) -> None:
-    """A pair that is none would leave the keys unturned."""
-    with pytest.raises(ValueError, match=f"a rotary_pos_emb of {count}.*To do"):
-        make("cpu")(values(S, B, WIDTH, seed=1), rotary_pos_emb=(angles(S),) * count)
 
 
 @on_devices
@@ -349,22 +258,6 @@ def test_hooks_on_the_attention_see_queries_keys_and_values(case: str, device: s
             if not name.endswith("key_bias"):
                 assert snr_db(value, wanted[name]) >= DB["fp32"], name
     assert shapes == [[(S, B, HEADS, 16), (S, B, groups, 16), (S, B, groups, 16)]] * 2
-
-
-@on_devices
-def test_a_projection_that_is_read_where_it_lies_equals_a_split_one(device: str) -> None:
-    """Angles of zero turn nothing, but go through the split."""
-    for options in (FUSED, PLAIN_ROWS, {**GQA, **FUSED}, {}):
-        module = make(device, **options)
-        x = values(S, B, WIDTH, device=device, seed=1)
-        zero = torch.zeros(S, 1, 1, 16, device=device)
-        plain, split = (
-            step(lambda t, m=module, turn=turn: m(t, rotary_pos_emb=turn), x, None, owner=module)
-            for turn in (None, zero)
-        )
-        for name, value in split.items():
-            if not name.endswith("key_bias"):
-                assert snr_db(value, plain[name]) >= DB["fp32"], name
 
 
 # ------------------------------------------------------------------------------------------- inference
@@ -409,38 +302,6 @@ def test_a_cache_gives_what_the_whole_sequence_gives(case: str, form: str, devic
 
 
 # ------------------------------------------------------------------------------------------------- FP8
-
-
-@on_devices
-@pytest.mark.parametrize("recipe", KINDS)
-@pytest.mark.parametrize("case", ["norm, fused", "rope, gqa, fused", "cross, norm, fused"])
-def test_fp8(case: str, recipe: str, device: str) -> None:
-    """Two quantized projections, one after the other, and between them attention, whose scores are around one."""
-    options, call = CASES[case]
-    torch.manual_seed(0)  # of stochastic rounding
-    module = make(device, torch.bfloat16, **options)
-    with torch.no_grad():
-        [p.mul_(0.25) for p in module.parameters() if p.ndim == 2]
-    ours, theirs = arguments(options, call, device)
-    if "encoded" in theirs:
-        ours["encoder_output"] = ours["encoder_output"].bfloat16()
-        theirs["encoded"] = theirs["encoded"].bfloat16().double()
-    x = values(S, B, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
-    dy = gradient_for(x)
-    for _ in range(3):  # delayed scaling learns its scales
-        leaf = x.clone().requires_grad_()
-        module.zero_grad(set_to_none=True)
-        with region(recipe):
-            y = module(leaf, **ours)
-        y.backward(dy)
-    o = {"num_attention_heads": HEADS, **options}
-    wanted = reference.results(lambda p, t: reference.multihead(p, t, o, **theirs)[0], module, x, dy)
-    floor = DB["nvfp4 attention" if recipe == "nvfp4" else "fp8 mlp"]
-    got = {"y": y, "dx": leaf.grad, **{n: p.grad for n, p in module.named_parameters()}}
-    for name, value in got.items():
-        found = snr_db(value, wanted[name])
-        assert found >= (DB["bf16"] if name == "proj.bias" else floor), f"{name}: {found:.1f} dB"
-    assert snr_db(y, wanted["y"]) < DB["bf16"], "it did run in FP8"
 
 
 HANDED = {

@@ -1,19 +1,31 @@
-"""Sizes that no FP8 GEMM takes: the result equals, bit for bit, the one with zero rows and columns added by hand.
+"""Sizes that no FP8 GEMM takes: the result equals, bit for bit, the one with zero rows and columns added by hand; and
+Fp8Padding and Fp8Unpadding, against a loop over groups.
 
-The values are small integers, so that every product and sum is exact and no order of adding can tell two calls apart.
+The values of the former are small integers, so that every product and sum is exact and no order of adding can tell two
+calls apart.
 """
 
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 import te_torch as te
+from te_core.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
 from tests.backends import devices
 from tests.covering import covering
-from tests.module_steps import FP8, on, region
+from tests.module_steps import FP8, on, region, values
 
 SIZES = (1, 3, 8, 15, 16, 17, 24, 40)
 #: Every pair of sizes in every two of the three places; all triples under --full.
@@ -146,23 +158,94 @@ def test_equals_the_padded_call(kind: str, recipe: str, shapes: str, device: str
                 assert torch.equal(mine.scale_bwd[2 * i], theirs.scale_bwd[0]), f"scales of {where}"
 
 
+def reference(x: torch.Tensor, splits: list[int], align: int) -> tuple[torch.Tensor, list[int]]:
+    """Row by row."""
+    rows, sizes, at = [], [], 0
+    for m in splits:
+        rows += [x[at + i] for i in range(m)]
+        at += m
+        sizes.append(m)
+        while sizes[-1] % align:
+            rows.append(torch.zeros_like(x[0]))
+            sizes[-1] += 1
+    return torch.stack(rows), sizes
+
+
 @on_devices
-@pytest.mark.parametrize("recipe", FP8)
-def test_odd_sizes_are_exact_where_arithmetic_is(recipe: str, device: str) -> None:
-    """And the padded call itself is right: integer products come out as integers."""
-    for m, k, n in product((1, 15, 17), (3, 16, 40), (1, 24)):
-        module = build("Linear", k, n, device)
-        x = integers(m, k, device=device, seed=7).requires_grad_()
-        dy = integers(m, n, device=device, seed=8)
-        for _ in range(2):
-            module.zero_grad()
-            x.grad = None
-            with region(recipe):
-                y = module(x)
-            y.backward(dy)
-        w, b = module.weight.double(), module.bias.double()
-        close = {"rtol": 0.01, "atol": 0}  # the result's rounding to bf16
-        torch.testing.assert_close(y.double(), x.double() @ w.T + b, **close)
-        torch.testing.assert_close(x.grad.double(), dy.double() @ w, **close)
-        torch.testing.assert_close(module.weight.grad.double(), dy.double().T @ x.double(), **close)
-        torch.testing.assert_close(module.bias.grad.double(), dy.double().sum(0), **close)
+@pytest.mark.parametrize("splits", [[3, 0, 16, 17], [1], [0, 5], [33, 31, 0]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back(splits: list[int], dtype: torch.dtype, device: str) -> None:
+    x = values(sum(splits), 24, device=device, dtype=dtype).requires_grad_()
+    padded, sizes = Fp8Padding(len(splits), align_size=16)(x, splits)
+    expected, expected_sizes = reference(x.detach(), splits, 16)
+    on(device, padded)
+    assert sizes == expected_sizes and torch.equal(padded, expected) and padded.dtype == dtype
+    back = Fp8Unpadding(len(splits), align_size=16)(padded, splits)
+    assert torch.equal(back, x)
+    dy = values(*x.shape, device=device, dtype=dtype, seed=1)
+    back.backward(dy)
+    assert torch.equal(x.grad, dy)
+
+
+@on_devices
+def test_gradients(device: str) -> None:
+    """Padding drops the gradients of its zeros; unpadding gives zeros to the rows that it takes out."""
+    splits = [3, 0, 9]
+    x = values(12, 4, device=device).requires_grad_()
+    padded, sizes = Fp8Padding(3, 8)(x, splits)
+    dy = values(*padded.shape, device=device, seed=2)
+    (dx,) = torch.autograd.grad(padded, x, dy)
+    assert torch.equal(dx, torch.cat([dy[:3], dy[8:17]]))
+    full = padded.detach().requires_grad_()
+    (d_full,) = torch.autograd.grad(Fp8Unpadding(3, 8)(full, splits), full, dx)
+    assert torch.equal(d_full, reference(dx, splits, 8)[0])
+
+
+@on_devices
+def test_aligned_is_unchanged(device: str) -> None:
+    x, splits = values(48, 4, device=device), [16, 0, 32]
+    padded, sizes = Fp8Padding(3, 16)(x, splits)
+    assert padded is x and sizes is splits and Fp8Unpadding(3, 16)(x, splits) is x
+
+
+@on_devices
+def test_splits_as_a_tensor(device: str) -> None:
+    """The sizes come back as the same kind of tensor, and are what a list gives."""
+    x, splits = values(20, 4, device=device), torch.tensor([3, 17], dtype=torch.int32, device=device)
+    padded, sizes = Fp8Padding(2, 16)(x, splits)
+    assert isinstance(sizes, torch.Tensor) and sizes.dtype == torch.int32 and sizes.device == splits.device
+    assert sizes.tolist() == [16, 32] and torch.equal(padded, reference(x, [3, 17], 16)[0])
+    assert torch.equal(Fp8Unpadding(2, 16)(padded, splits), x)
+
+
+ALIGNMENT = [
+    (DelayedScaling(), 16),
+    (Float8CurrentScaling(), 16),
+    (Float8BlockScaling(), 16),
+    (MXFP8BlockScaling(), 32),
+    (NVFP4BlockScaling(), 128),
+    (CustomRecipe(qfactory=lambda role: None, quantization_alignment=40), 40),
+]
+
+
+@pytest.mark.parametrize(("recipe", "align"), ALIGNMENT, ids=lambda v: type(v).__name__)
+def test_alignment_of_the_region(recipe: Any, align: int) -> None:
+    """Of the first forward's region, and of that one only."""
+    pad, unpad, x = Fp8Padding(2), Fp8Unpadding(2), values(4, 2)
+    with te.autocast(recipe=recipe):
+        padded, sizes = pad(x, [1, 3])
+        assert torch.equal(unpad(padded, [1, 3]), x)
+    assert sizes == [align, align]
+    with te.autocast(recipe=NVFP4BlockScaling()):
+        assert pad(x, [1, 3])[1] == [align, align]
+    assert Fp8Padding(1)(x, [4])[0].shape[0] in (16, 32), "outside of a region: the default recipe's"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_under_torch_autocast(dtype: torch.dtype) -> None:
+    """Rows are moved, not computed with: they keep their dtype, and torch's rule for mixed dtypes is not asked."""
+    x = values(30, 16).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        padded, sizes = Fp8Padding(2, 16)(x, [10, 20])
+        back = Fp8Unpadding(2, 16)(padded, [10, 20])
+    assert list(sizes) == [16, 32] and padded.dtype == dtype and torch.equal(back, x)

@@ -12,7 +12,7 @@ from te_core.recipe import Float8CurrentScaling
 from tests.backends import requires_cuda
 from tests.golden import load, tree
 from tests.torch.test_golden import make as make_module
-from tests.torch.test_layers_golden import make as make_layer
+from tests.torch.test_golden import make_layer
 
 NORM = "layer_norm_weight layer_norm_bias"
 QKV = "query_weight key_weight value_weight query_bias key_bias value_bias"

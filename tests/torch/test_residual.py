@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,29 +100,6 @@ def test_everything_dropped(device: str) -> None:
 
 
 @on_devices
-def test_masks_follow_the_generator(device: str) -> None:
-    """The same from the same seed, another at each call; a checkpoint draws the same again."""
-    x = torch.ones(64, 32, device=device)
-
-    def drawn() -> torch.Tensor:
-        return bias_dropout_add(x, None, None, 0.5)
-
-    torch.manual_seed(3)
-    first, second = drawn(), drawn()
-    torch.manual_seed(3)
-    assert torch.equal(first, drawn()) and not torch.equal(first, second)
-    leaf = x.clone().requires_grad_()
-    kept: list[torch.Tensor] = []
-
-    def forward(t: torch.Tensor) -> torch.Tensor:
-        kept.append(bias_dropout_add(t, None, None, 0.5))
-        return kept[-1] * kept[-1]
-
-    torch.utils.checkpoint.checkpoint(forward, leaf, use_reentrant=False).sum().backward()
-    assert len(kept) == 2 and torch.equal(kept[0], kept[1]) and torch.equal(leaf.grad, 2 * kept[0] * 2)
-
-
-@on_devices
 @pytest.mark.parametrize("frozen", ["x", "residual", "bias"])
 def test_only_wanted_gradients(frozen: str, device: str) -> None:
     given = leaves(device)
@@ -180,7 +156,7 @@ FORMS = {
 forms = pytest.mark.parametrize("form", FORMS)
 
 
-def run(module: Any, form: str, fused: bool, recipe: str, used: tuple[bool, ...], **kw: Any) -> dict[str, torch.Tensor]:
+def run(module: Any, form: str, fused: bool, recipe: str, **kw: Any) -> dict[str, torch.Tensor]:
     """Outputs and gradients of one step, by a `Branch` or by operations one after the other."""
     device, dtype = str(module.layer_norm_weight.device), module.layer_norm_weight.dtype
     adds, biased, p = FORMS[form]
@@ -194,7 +170,7 @@ def run(module: Any, form: str, fused: bool, recipe: str, used: tuple[bool, ...]
             stream = bias_dropout_add(x, bias, residual, p, True, rng) if adds else x
             found = module(stream, **kw)
             outputs = list(found) if isinstance(found, tuple) else [found]
-    pairs = [(t, gradient_for(t, seed=20 + i)) for i, t in enumerate((*outputs, stream)) if used[min(i, len(used) - 1)]]
+    pairs = [(t, gradient_for(t, seed=20 + i)) for i, t in enumerate((*outputs, stream))]
     torch.autograd.backward(*zip(*[(t, g) for t, g in pairs if t.requires_grad], strict=True))
     found = {f"output {i}": t.detach() for i, t in enumerate((*outputs, stream))}
     found |= {name: t.grad for name, t in given.items() if t.grad is not None}
@@ -210,54 +186,27 @@ def test_fused_equals_one_after_the_other(kind: str, form: str, recipe: str, dev
     fused = make(kind, device)
     apart = copy.deepcopy(fused)
     for _ in range(3):
-        got, wanted = (run(m, form, m is fused, recipe, (True, True)) for m in (fused, apart))
+        got, wanted = (run(m, form, m is fused, recipe) for m in (fused, apart))
         assert not differences(got, wanted)
         assert not differences(fp8_state(fused), fp8_state(apart))
-
-
-@on_devices
-@covering(turns=2, kind=KINDS, form=FORMS, used=[(True, False), (False, True)])
-def test_one_of_the_outputs_used(kind: str, form: str, used: tuple[bool, bool], device: str) -> None:
-    fused = make(kind, device)
-    got, wanted = (run(m, form, m is fused, "plain", used) for m in (fused, copy.deepcopy(fused)))
-    for name, value in got.items():  # what was not reached is zero here and absent there
-        assert torch.equal(value, wanted[name]) if name in wanted else not value.any(), name
-    assert not set(wanted) - set(got)
 
 
 @on_devices
 @recipes
 @kinds
 def test_all_outputs(kind: str, recipe: str, device: str) -> None:
-    """(out, bias, norm output, sum), in this order, each with its gradient."""
-    options = {"return_bias": True, "return_layernorm_output": True}
+    """(out, bias, norm output, sum), in this order, each with its gradient; into main_grad, over microbatches."""
+    options = {"return_bias": True, "return_layernorm_output": True, "fuse_wgrad_accumulation": True}
     fused = make(kind, device, **options)
     apart = copy.deepcopy(fused)
-    got, wanted = (run(m, "dropout", m is fused, recipe, (True,)) for m in (fused, apart))
-    assert not differences(got, wanted) and {f"output {i}" for i in range(4)} <= set(got)
-
-
-@on_devices
-@forms
-@kinds
-def test_half_precision(kind: str, form: str, device: str) -> None:
-    """In bf16 the sum of two gradients is rounded once, so it is at least as near as one after the other."""
-    module = make(kind, device, torch.bfloat16)
-    exact = copy.deepcopy(module).double().float()
-    got, apart = (run(module, form, fused, "plain", (True, True)) for fused in (True, False))
-    assert torch.equal(got["output 0"], apart["output 0"]) and torch.equal(got["output 1"], apart["output 1"])
-    device_leaves = leaves(device, torch.bfloat16)
-    adds, biased, p = FORMS[form]
-    x, residual, bias = (t.detach().float().requires_grad_() for t in device_leaves.values())
-    stream = x
-    if adds:
-        stream = bias_dropout_add(x, bias if biased else None, residual, p, True, pair_of(device))
-    out = exact(stream)
-    grads = [gradient_for(t.bfloat16(), seed=20 + i).float() for i, t in enumerate((out, stream))]
-    torch.autograd.backward([out, stream], grads)
-    for name, leaf in (("x", x), ("residual", residual), ("bias", bias)):
-        if leaf.grad is not None:
-            assert snr_db(got[name], leaf.grad) >= max(DB["bf16"], snr_db(apart[name], leaf.grad) - 1), name
+    for module in (fused, apart):
+        for name in module._weight_names():
+            getattr(module, name).main_grad = torch.zeros_like(getattr(module, name))
+    for first in (True, False):
+        runs = [run(m, "dropout", m is fused, recipe, is_first_microbatch=first) for m in (fused, apart)]
+        assert not differences(*runs) and {f"output {i}" for i in range(4)} <= set(runs[0])
+    for name in fused._weight_names():
+        assert torch.equal(getattr(fused, name).main_grad, getattr(apart, name).main_grad)
 
 
 @on_devices
@@ -299,21 +248,6 @@ def test_the_stream_may_not_be_overwritten(kind: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("frozen", ["x", "residual", "bias", "everything before", "module"])
-@kinds
-def test_frozen_parts(kind: str, frozen: str, device: str) -> None:
-    module = make(kind, device)
-    given = leaves(device)
-    still = {"everything before": list(given.values()), "module": list(module.parameters())}.get(frozen)
-    for t in still or [given[frozen]]:
-        t.requires_grad_(False)
-    out, total = module(Branch(given["x"], given["residual"], given["bias"], 0.5))
-    torch.autograd.backward([out, total], [gradient_for(out), gradient_for(total)])
-    for t in (*given.values(), *module.parameters()):
-        assert (t.grad is not None) == t.requires_grad
-
-
-@on_devices
 @kinds
 def test_separate_gradients_of_one_sum(kind: str, device: str) -> None:
     given = leaves(device)
@@ -330,22 +264,6 @@ def test_one_gradient_of_two_leaves_is_one_tensor() -> None:
     layer: Any = SimpleNamespace(twins=(0, 1))
     dx, dresidual = _gradients(layer, (one, one), (memory,))
     assert dx is dresidual and dx is not None and dx.shape == (2, 2, WIDTH)
-
-
-@on_devices
-@recipes
-@kinds
-def test_with_main_grad_and_microbatches(kind: str, recipe: str, device: str) -> None:
-    fused = make(kind, device, fuse_wgrad_accumulation=True)
-    apart = copy.deepcopy(fused)
-    for module in (fused, apart):
-        for name in module._weight_names():
-            getattr(module, name).main_grad = torch.zeros_like(getattr(module, name))
-    for first in (True, False):
-        runs = [run(m, "dropout", m is fused, recipe, (True, True), is_first_microbatch=first) for m in (fused, apart)]
-        assert not differences(*runs)
-    for name in fused._weight_names():
-        assert torch.equal(getattr(fused, name).main_grad, getattr(apart, name).main_grad)
 
 
 @on_devices
@@ -386,44 +304,6 @@ def test_under_torch_autocast(kind: str, device: str) -> None:
     assert torch.equal(total, bias_dropout_add(*half, 0.0))
     torch.autograd.backward([out, total], [gradient_for(out), gradient_for(total)])
     assert all(t.grad.dtype == torch.float32 for t in given.values())
-
-
-COMPILED = [("LayerNormLinear", "dropout", "delayed"), ("LayerNormMLP", "sum", "plain")]
-
-
-@on_devices
-@pytest.mark.parametrize(
-    ("kind", "form", "recipe"),
-    [
-        pytest.param(*case, marks=[] if case in COMPILED else [pytest.mark.full])
-        for case in itertools.product(KINDS, FORMS, RECIPES)
-    ],
-)
-def test_under_the_compiler(kind: str, form: str, recipe: str, device: str) -> None:
-    """A compiled graph has two operations for it; in float32 the numbers are the same."""
-    torch._dynamo.reset()
-    eager = make(kind, device)
-    compiled = copy.deepcopy(eager)
-    adds, biased, p = FORMS[form]
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def traced(x: Any, residual: Any, bias: Any, rng: Any) -> Any:
-        return compiled(Branch(x, residual if adds else None, bias if biased else None, p, rng))
-
-    def direct(x: Any, residual: Any, bias: Any, rng: Any) -> Any:
-        return eager(Branch(x, residual if adds else None, bias if biased else None, p, rng))
-
-    for _ in range(2):
-        found = []
-        for module, function in ((eager, direct), (compiled, traced)):
-            given = leaves(device)
-            with region(recipe):
-                out, stream = function(*given.values(), pair_of(device))
-            torch.autograd.backward([out, stream], [gradient_for(out), gradient_for(stream, 8)])
-            grads = [t.grad for t in (*given.values(), *module.parameters()) if t.grad is not None]
-            found.append({str(i): t.detach() for i, t in enumerate((out, stream, *grads))})
-            module.zero_grad()
-        assert not differences(*found)
 
 
 @on_devices

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from te_core.errors import UnsupportedError
 from te_torch.attention.rope import (
     RotaryPositionEmbedding,
     apply_fused_qkv_rotary_pos_emb,
@@ -52,6 +51,7 @@ def test_angles() -> None:
             for c in range(8):
                 pair = c // 2 if interleaved else c % 4
                 assert float(table[p, 0, 0, c]) == pytest.approx((p + 3) * 100.0 ** (-2 * pair / 8), rel=1e-6)
+    assert RotaryPositionEmbedding(9, 0.5)(3).shape[-1] == 4
 
 
 def test_interpolation_needs_both_numbers() -> None:
@@ -181,72 +181,3 @@ def test_under_torch_autocast(interleaved: bool, fmt: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = [apply_rotary_pos_emb(t, freqs, fused=fused, **options) for fused in (False, True)]
     assert all(a.dtype == torch.float16 and torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors() -> None:
-    for layout in (torch.strided, torch.jagged):
-        t = torch.nested.nested_tensor([torch.ones(2, 2, 8), torch.ones(3, 2, 8)], layout=layout)
-        for fused in (False, True):
-            with pytest.raises(UnsupportedError, match="a nested tensor.*cu_seqlens"):
-                apply_rotary_pos_emb(t, torch.ones(4, 1, 1, 8), "bshd", fused=fused)
-
-
-def test_documented_errors() -> None:
-    t, freqs = torch.ones(4, 2, 2, 8), torch.ones(4, 1, 1, 8)
-    with pytest.raises(ValueError, match="tensor_format"):
-        apply_rotary_pos_emb(t, freqs, "bhsd")
-    with pytest.raises(AssertionError, match="tensor_format"):
-        apply_rotary_pos_emb(t, freqs, "bhsd", fused=True)
-    for fused in (False, True):
-        with pytest.raises(AssertionError, match="cu_seqlens"):
-            apply_rotary_pos_emb(t[0], freqs, "thd", fused=fused)
-    one = torch.zeros(1, dtype=torch.int32)
-    for wrong in (  # all of which would spread one row, or one start, to several positions, or take a wrong row
-        {"freqs": freqs[:1]},
-        {"freqs": freqs[:3]},
-        {"start_positions": one},
-        {"cp_size": 2},
-        {"cp_rank": 1},
-        {
-            "tensor_format": "thd",
-            "t": t[:, 0],
-            "cu_seqlens": torch.tensor([0, 2, 4]),
-            "start_positions": torch.tensor([0, 3]),
-        },
-    ):
-        with pytest.raises(AssertionError, match="apply_rotary_pos_emb: got"):
-            apply_rotary_pos_emb(**{"t": t, "freqs": freqs, **wrong})
-    with pytest.raises(AssertionError, match="freqs on meta beside cpu"):
-        apply_rotary_pos_emb(t, freqs.to("meta"), fused=True)
-    with pytest.raises(AssertionError, match="k_freqs on meta beside cpu"):
-        apply_fused_qkv_rotary_pos_emb(torch.ones(4, 2, 1, 24), freqs, freqs.to("meta"), [8, 8, 8])
-    with pytest.raises(AssertionError, match="freqs has 4"):
-        apply_rotary_pos_emb(t, freqs, start_positions=torch.tensor([0, 1], dtype=torch.int32))
-    qkv, starts = torch.ones(4, 2, 1, 24), torch.zeros(2, dtype=torch.int32)
-    for options in ({"tensor_format": "thd"}, {"start_positions": starts, "cp_size": 2}):
-        with pytest.raises(AssertionError):
-            apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], **options)
-    packed: dict[str, Any] = {"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 1, 4], dtype=torch.int32)}
-    for fused in (False, True):
-        for wrong in (
-            {"freqs": freqs[..., :7]},
-            {"freqs": freqs[..., :1]},
-            {"freqs": freqs.repeat(1, 1, 1, 2)},
-            {"t": t[0]},
-            {"t": t, **packed},
-            {"t": t[:, 0], "freqs": freqs[..., :7], **packed},
-        ):
-            with pytest.raises(ValueError, match=r"rope|apply_rotary_pos_emb: got .*To do: "):
-                apply_rotary_pos_emb(**{"t": t, "freqs": freqs, "fused": fused, **wrong})
-    for wrong in ({"freqs": freqs[:, 0, 0]}, {"t": torch.ones(5, 2, 8), **packed}):
-        with pytest.raises(ValueError, match=r"apply_rotary_pos_emb: got .*To do: "):
-            apply_rotary_pos_emb(**{"t": t, "freqs": freqs, **wrong})
-    for dim, percent in ((15, 1.0), (1, 1.0), (0, 1.0), (-4, 1.0), (10, 0.5), (10, 0.05)):
-        with pytest.raises(ValueError, match=r"RotaryPositionEmbedding: got dim=.* Allowed: an (even number|integer)"):
-            RotaryPositionEmbedding(dim, percent)
-    assert RotaryPositionEmbedding(9, 0.5)(3).shape[-1] == 4
-    with pytest.raises(AssertionError, match="contiguous"):
-        apply_fused_qkv_rotary_pos_emb(qkv.transpose(0, 1), freqs, freqs, [8, 8, 8])
-    with pytest.raises(ValueError, match="multiple of dk"):
-        apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [10, 8, 6])

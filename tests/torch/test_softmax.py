@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_torch.attention import softmax as module
-from te_torch.attention.softmax import FusedScaleMaskSoftmax, fused_softmax
+from te_torch.attention.softmax import FusedScaleMaskSoftmax
 from te_torch.modules.norm import L2Normalization
 from tests.backends import devices
 
@@ -16,84 +16,17 @@ DEVICES = devices()
 HIDE = -1e30  # what hides a score in plain torch, where minus infinity would make NaN of a row that sees nothing
 
 
-def plain(x: torch.Tensor, scale: float, hidden: torch.Tensor | None, sink: torch.Tensor | None = None) -> torch.Tensor:
+def plain(x: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
     """In float64; a row that sees nothing is zeros."""
     v = x.double() * scale
     if hidden is not None:
         v = v.masked_fill(hidden, HIDE)
-    if sink is not None:
-        v = torch.cat((v, sink.double().view(1, -1, 1, 1).expand(*v.shape[:3], 1)), dim=-1)
-    p = torch.softmax(v, dim=-1)[..., : x.shape[-1]]
+    p = torch.softmax(v, dim=-1)
     return p if hidden is None else p.masked_fill(hidden, 0)
 
 
 def triangle(sq: int, sk: int, device: str, shift: int = 0) -> torch.Tensor:
     return torch.ones(sq, sk, dtype=torch.bool, device=device).triu(1 + shift)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("learnt", [False, True])
-def test_fused_softmax(device: str, learnt: bool) -> None:
-    """Mask, bottom-right causality, lengths and a sink together; gradients of the scores and of the sink."""
-    generator = torch.Generator().manual_seed(2)
-    x, w = torch.randn(2, 2, 3, 6, 10, generator=generator).to(device)
-    sink = torch.randn(3, generator=generator).to(device).requires_grad_() if learnt else None
-    hidden = torch.rand(2, 1, 1, 10, generator=generator).to(device) < 0.3
-    lengths = [(6, 9), (4, 10)]
-    cu = [torch.tensor([0, lengths[0][i], lengths[0][i] + lengths[1][i]], dtype=torch.int32).to(device) for i in (0, 1)]
-    everything = hidden.expand(2, 3, 6, 10).clone()
-    for n, (len_q, len_kv) in enumerate(lengths):
-        everything[n, :, len_q:] = True
-        everything[n, :, :, len_kv:] = True
-        everything[n] |= triangle(6, 10, device, len_kv - len_q)
-    results = []
-    for fused in (True, False):
-        t = x.clone().requires_grad_()
-        y = (
-            fused_softmax(
-                t, scale=0.3, mask=hidden, causal="bottom_right", cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1], sink=sink
-            )
-            if fused
-            else plain(t, 0.3, everything, sink)
-        )
-        wanted = [t] if sink is None else [t, sink]
-        results.append((y, *torch.autograd.grad((y * w).sum(), wanted)))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_windows_and_diagonals(device: str) -> None:
-    x = torch.randn(1, 2, 5, 9, device=device)
-    i, j = torch.arange(5, device=device)[:, None], torch.arange(9, device=device)
-    for options, shift, left, right in (
-        ({"causal": "top_left"}, 0, None, 0),
-        ({"causal": "bottom_right", "left": 2}, 4, 2, 0),
-        ({"left": 1, "right": 2}, 4, 1, 2),
-        ({"left": 3, "right": 1, "bottom_right": False}, 0, 3, 1),
-    ):
-        hidden = j > i + shift + right
-        if left is not None:
-            hidden = hidden | (j < i + shift - left)
-        y = fused_softmax(x, **options)
-        torch.testing.assert_close(y, plain(x, 1.0, hidden).float(), rtol=1e-5, atol=1e-7)
-
-
-def test_traced() -> None:
-    """The same under a compiler, with a mask of fewer dimensions."""
-    x, sink = torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(2, requires_grad=True)
-    mask = torch.rand(4, 8) < 0.3
-
-    def step(x: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-        return fused_softmax(x, scale=0.5, mask=mask, causal="top_left", sink=sink)
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    results = []
-    for function in (step, compiled):
-        y = function(x, sink)
-        results.append((y, *torch.autograd.grad((y * x.detach()).sum(), (x, sink))))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 NAMES = {

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_core.recipe import DelayedScaling
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
+from tests.attention_steps import padding, sums
 from tests.backends import devices
 from tests.covering import covering
 from tests.golden import load, tree
@@ -18,6 +19,7 @@ from tests.module_steps import differences, gradient_for, on, randomise, step, v
 from tests.recipes import KINDS, region
 from tests.reference import transformer_layer as reference
 from tests.tolerances import DB, snr_db
+from tests.torch.test_golden import LAYERS, make_layer
 from tests.torch.test_multihead import angles, check
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -96,7 +98,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "score bias": ({}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": True}),
     "plain rows": ({"fuse_qkv_params": True, "qkv_weight_interleaved": False, "num_gqa_groups": 2}, {}),
 }
-ACTIVATIONS = ("gelu", "geglu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "squared_relu")
 
 
 def arguments(
@@ -135,38 +136,21 @@ def wanted_step(
 
 
 @on_devices
-@pytest.mark.parametrize("case", CASES)
-def test_against_float64(case: str, device: str) -> None:
+@covering(case=CASES, form=["sbhd", "bshd"])
+def test_against_float64(case: str, form: str, device: str) -> None:
     options, call = CASES[case]
-    layer, x = make(device, **options), inputs(device)
+    layer, x = make(device, attn_input_format=form, **options), inputs(device)
     ours, theirs = arguments(options, call, device)
-    got = step(lambda t: layer(t, **ours), x, None, owner=layer)
+
+    def laid(t: torch.Tensor) -> torch.Tensor:
+        return t if form == "sbhd" else t.transpose(0, 1)
+
+    if "encoder_output" in ours:
+        ours["encoder_output"] = laid(ours["encoder_output"]).contiguous()
+    got = step(lambda t: layer(t, **ours), laid(x), None, dy=laid(gradient_for(x)), owner=layer)
     on(device, *got.values())
+    got |= {"y": laid(got["y"]), "dx": laid(got["dx"])}
     check(got, wanted_step(layer, x, options, theirs), DB["fp32"])
-
-
-@on_devices
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: str, device: str) -> None:
-    options = {"activation": activation}
-    layer, x = make(device, **options), inputs(device)
-    _, theirs = arguments(options, {}, device)
-    check(step(layer, x, None), wanted_step(layer, x, options, theirs), DB["fp32"])
-
-
-@on_devices
-@pytest.mark.parametrize("case", ["default", "llama", "decoder", "parallel"])
-def test_bfloat16(case: str, device: str) -> None:
-    options, call = CASES[case]
-    layer, x = make(device, torch.bfloat16, **options), inputs(device, torch.bfloat16)
-    calm(layer, 0.25)
-    ours, theirs = arguments(options, call, device, torch.bfloat16)
-    got = step(lambda t: layer(t, **ours), x, None, owner=layer)
-    wanted = wanted_step(layer, x, options, theirs)
-    for name, value in got.items():
-        if not name.endswith("key_bias"):  # nothing but rounding
-            found = snr_db(value, wanted[name])
-            assert found >= DB["bf16"], f"{name}: {found:.1f} dB"
 
 
 # ------------------------------------------------------------------------------------ dropout, drop path
@@ -281,66 +265,53 @@ def _with_branches(
 
 
 @on_devices
-@pytest.mark.parametrize("case", ["default", "llama", "decoder"])
-def test_batch_first_equals_sequence_first(case: str, device: str) -> None:
-    options, call = CASES[case]
-    x = inputs(device)
-    ours, _ = arguments(options, call, device)
-    first = step(lambda t: make(device, **options)(t, **ours), x, None, owner=torch.nn.Module())
-    if "encoder_output" in ours:
-        ours["encoder_output"] = ours["encoder_output"].transpose(0, 1).contiguous()
-    layer = make(device, attn_input_format="bshd", **options)
-    other = step(
-        lambda t: layer(t, **ours), x.transpose(0, 1), None, dy=gradient_for(x).transpose(0, 1), owner=torch.nn.Module()
-    )
-    for name in ("y", "dx"):
-        assert snr_db(other[name].transpose(0, 1), first[name]) >= DB["fp32"], name
-
-
-@on_devices
 @pytest.mark.parametrize("case", ["default", "llama", "decoder", "decoder, llama"])
 def test_packed_sequences_equal_padded_ones(case: str, device: str) -> None:
-    """thd against bshd; self attention takes cu_seqlens_q for its keys whatever cu_seqlens_kv says."""
+    """thd against bshd; self attention takes cu_seqlens_q for its keys whatever cu_seqlens_kv says. Tokens between
+    sequences count for nobody."""
     options, call = CASES[case]
     lengths, sources = [5, S, 1], [3, 7, ENCODED]
 
-    def running(sizes: list[int]) -> torch.Tensor:
-        return torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32, device=device)
+    def packed(t: torch.Tensor, sizes: list[int], gap: int = 0) -> torch.Tensor:
+        return torch.cat([torch.nn.functional.pad(t[b, :n], (0, 0, 0, gap)) for b, n in enumerate(sizes)])
 
-    def packed(t: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        return torch.cat([t[b, :n] for b, n in enumerate(sizes)])
-
-    def padding(width: int, sizes: list[int]) -> torch.Tensor:
-        rows = torch.arange(width, device=device).view(1, 1, 1, -1)
-        return rows >= torch.tensor(sizes, device=device).view(-1, 1, 1, 1)
-
-    x = values(3, S, WIDTH, device=device, seed=1)
-    dy = gradient_for(x)
-    for b, n in enumerate(lengths):
-        dy[b, n:] = 0
+    x, encoded = values(3, S, WIDTH, device=device, seed=1), values(3, ENCODED, WIDTH, device=device, seed=4)
+    inside = ~padding(lengths, S, device).view(3, S, 1)
+    dy = gradient_for(x) * inside
     shared: dict[str, Any] = {"self_attn_mask_type": "padding_causal"}
     if "rotary_pos_emb" in call:
-        shared["rotary_pos_emb"] = angles(device=device)
-    wide_call, thd_call = {"attention_mask": padding(S, lengths)}, {"cu_seqlens_q": running(lengths), "max_seqlen_q": S}
-    encoded = values(3, ENCODED, WIDTH, device=device, seed=4)
-    if "decoder" in case:
+        shared["rotary_pos_emb"] = angles(S + 2, device=device)
+    wide_call: dict[str, Any] = {"attention_mask": padding(lengths, S, device)}
+    decoder = "decoder" in case
+    if decoder:
         shared["enc_dec_attn_mask_type"] = "padding"
-        wide_call |= {"encoder_output": encoded, "enc_dec_attn_mask": (padding(S, lengths), padding(ENCODED, sources))}
-        thd_call |= {
-            "encoder_output": packed(encoded, sources),
-            "cu_seqlens_kv": running(sources),
-            "max_seqlen_kv": ENCODED,
+        wide_call |= {
+            "encoder_output": encoded,
+            "enc_dec_attn_mask": (padding(lengths, S, device), padding(sources, ENCODED, device)),
         }
-    else:
-        thd_call["cu_seqlens_kv"] = running([1, 1, 1])
     wide = make(device, attn_input_format="bshd", **options)
     wanted = step(lambda t: wide(t, **wide_call, **shared), x, None, dy=dy, owner=wide)
     thd = make(device, attn_input_format="thd", **options)
-    got = step(lambda t: thd(t, **thd_call, **shared), packed(x, lengths), None, dy=packed(dy, lengths), owner=thd)
-    for name, value in got.items():
-        other = packed(wanted[name], lengths) if name in ("y", "dx") else wanted[name]
-        if not name.endswith("key_bias"):
-            assert snr_db(value, other) >= DB["fp32"], name
+    for gap in (0, 2):
+        named = shared | {
+            "cu_seqlens_q": sums(lengths, device),
+            "max_seqlen_q": S,
+            "cu_seqlens_kv": sums([1, 1, 1], device),
+        }
+        if gap:
+            places = {"q": lengths, "kv": sources if decoder else lengths}
+            named |= {f"cu_seqlens_{n}_padded": sums([m + gap for m in of], device) for n, of in places.items()}
+        if decoder:
+            named |= {"encoder_output": packed(encoded, sources, gap), "max_seqlen_kv": ENCODED}
+            named |= {"cu_seqlens_kv": sums(sources, device)}
+        given = packed(x, lengths, gap)
+        got = step(lambda t, named=named: thd(t, **named), given, None, dy=packed(dy, lengths, gap), owner=thd)
+        tokens = packed(inside.float(), lengths, gap).bool()
+        for name, value in got.items():
+            other = packed(wanted[name], lengths, gap) * tokens if name in ("y", "dx") else wanted[name]
+            if not name.endswith("key_bias"):
+                ours = value * tokens if name in ("y", "dx") else value
+                assert snr_db(ours, other) >= DB["fp32"], (name, gap)
 
 
 @on_devices
@@ -359,31 +330,6 @@ def test_recomputed_attention_is_equal(recipe: str | None, device: str) -> None:
         found.append({"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in layer.named_parameters()})
         layer.zero_grad(set_to_none=True)
     assert not differences(*found)
-
-
-@on_devices
-def test_a_layer_that_is_checkpointed_whole(device: str) -> None:
-    """torch's own checkpoint, current scaling: the same bits, dropout included."""
-    layer = make(device, torch.bfloat16, hidden_dropout=0.2, attention_dropout=0.2)
-    found = []
-    for again in (False, True):
-        torch.manual_seed(5)
-        x = inputs(device, torch.bfloat16)
-
-        def run(t: torch.Tensor, again: bool = again) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(layer, t, use_reentrant=False) if again else layer(t)
-
-        found.append(step(run, x, Float8CurrentScaling(), owner=layer))
-    assert not differences(*found)
-
-
-@on_devices
-def test_a_mask_type_that_is_set_later(device: str) -> None:
-    """The attribute is what forward takes where a call names none."""
-    x = values(S, B, WIDTH, device=device, seed=4)
-    layer, other = make(device), make(device, self_attn_mask_type="no_mask")
-    layer.self_attn_mask_type = "no_mask"
-    assert torch.equal(layer(x), other(x)) and torch.equal(layer(x, self_attn_mask_type="causal"), make(device)(x))
 
 
 @on_devices
@@ -406,37 +352,6 @@ def test_shapes_under_torch_autocast() -> None:
         assert layer(x).shape == x.shape
         with pytest.raises(TypeError, match="must match"):
             layer(x.bfloat16())
-
-
-@on_devices
-@pytest.mark.parametrize(
-    ("case", "recipe"),
-    [
-        ("llama", "current"),
-        pytest.param("decoder", None, marks=pytest.mark.more),
-        *(pytest.param(case, None, marks=pytest.mark.full) for case in ("default", "llama")),
-    ],
-)
-def test_compiled(case: str, recipe: str | None, device: str) -> None:
-    """One graph, and what eager mode gives."""
-    options, call = CASES[case]
-    layer, x = make(device, torch.bfloat16, **options), inputs(device, torch.bfloat16)
-    calm(layer, 0.25)
-    ours, _ = arguments(options, call, device, torch.bfloat16)
-    torch.compiler.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found = []
-    for run in (layer, compiled):
-        leaf = x.clone().requires_grad_()
-        with region(recipe):
-            y = run(leaf, **ours)
-        y.backward(gradient_for(y))
-        found.append({"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in layer.named_parameters()})
-        layer.zero_grad(set_to_none=True)
-    for name, value in found[1].items():
-        if not name.endswith("key_bias"):
-            # Compiled code forms the residual sums apart from the norms; FP8 casts make more of a last bit.
-            assert snr_db(value, found[0][name]) >= DB["bf16" if recipe is None else "fp8 linear"], name
 
 
 def test_residuals_are_added_by_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,8 +377,8 @@ def test_residuals_are_added_by_the_norms(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @on_devices
-@covering(case=["default", "llama", "decoder"], recipe=KINDS)
-def test_fp8(case: str, recipe: str, device: str) -> None:
+@covering(case=["default", "llama", "decoder", "parallel"], recipe=[None, *KINDS])
+def test_bfloat16_and_lower(case: str, recipe: str | None, device: str) -> None:
     options, call = CASES[case]
     torch.manual_seed(0)  # of stochastic rounding
     layer, x = make(device, torch.bfloat16, **options), inputs(device, torch.bfloat16)
@@ -477,14 +392,14 @@ def test_fp8(case: str, recipe: str, device: str) -> None:
             y = layer(leaf, **ours)
         y.backward(dy)
     wanted = wanted_step(layer, x, options, theirs)
-    floor = DB["nvfp4 attention" if recipe == "nvfp4" else "fp8 mlp"]
+    floor = DB["bf16" if recipe is None else "nvfp4 attention" if recipe == "nvfp4" else "fp8 mlp"]
     got = {"y": y, "dx": leaf.grad, **{n: p.grad for n, p in layer.named_parameters()}}
     for name, value in got.items():
         if not name.endswith("key_bias"):
             found = snr_db(value, wanted[name])
             assert found >= floor, f"{name}: {found:.1f} dB"
     one = "layernorm_mlp.fc1_weight"
-    assert snr_db(got[one], wanted[one]) < DB["bf16"], "it did run in FP8"
+    assert recipe is None or snr_db(got[one], wanted[one]) < DB["bf16"], "it did run in FP8"
     stateful = {n for n, _ in layer.named_buffers() if "fp8_state" in n}
     assert bool(stateful) == (recipe == "delayed")
 
@@ -506,20 +421,7 @@ def test_microbatches(device: str) -> None:
         assert p.grad is None and snr_db(p.main_grad, other.grad) >= DB["bf16"]
 
 
-# --------------------------------------------------- the peer's checkpoints (results: test_layers_golden.py)
-
-GOLDEN = {
-    "MultiheadAttention": lambda **kw: MultiheadAttention(
-        64, 4, input_layernorm=True, attention_dropout=0.0, layer_number=1, **kw
-    ),
-    "TransformerLayer_gpt": lambda **kw: _golden_layer(**kw),
-    "TransformerLayer_llama": lambda **kw: _golden_layer(**LLAMA, **kw),
-    "TransformerLayer_qknorm": lambda **kw: _golden_layer(qk_norm_type="RMSNorm", **kw),
-}
-
-
-def _golden_layer(**options: Any) -> TransformerLayer:
-    return TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, layer_number=1, **options)
+# --------------------------------------------------- the peer's checkpoints (results: test_golden.py)
 
 
 def params_of(case: str) -> dict[str, torch.Tensor]:
@@ -533,10 +435,10 @@ def entries(case: str, recipe: str) -> dict[str, torch.Tensor]:
     return params_of(case) | found
 
 
-@covering(turns=2, case=GOLDEN, recipe=["delayed", "high", "current"])
+@covering(turns=2, case=LAYERS, recipe=["delayed", "high", "current"])
 def test_the_peers_checkpoint(case: str, recipe: str) -> None:
     """Strict loading takes all of it, and our own next checkpoint has its scales."""
-    module = GOLDEN[case](params_dtype=torch.bfloat16, device="cpu")
+    module = make_layer(case, "cpu")
     result = module.load_state_dict(entries(case, recipe), strict=True)
     assert not result.missing_keys and not result.unexpected_keys
     for name, value in params_of(case).items():
@@ -548,7 +450,7 @@ def test_the_peers_checkpoint(case: str, recipe: str) -> None:
         return
     assert {f"{prefix}layernorm_qkv.fp8_state.scale_fwd", f"{prefix}proj.fp8_state.scale_fwd"} <= states
     assert (module.state_dict()[f"{prefix}proj.fp8_state.scale_fwd"][:2] != 1).all()
-    fresh = GOLDEN[case](params_dtype=torch.bfloat16, device="cpu")
+    fresh = make_layer(case, "cpu")
     fresh.load_state_dict(module.state_dict(), strict=True)
     x = load("layers")[f"{case}/high/x"]
     assert not differences(*(step(m, x, DelayedScaling(amax_history_len=4)) for m in (module, fresh)))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from typing import Any
 
 import pytest
 import torch
 
 import te_torch as te
-from te_core.errors import ArgumentError
 from te_core.recipe import Float8CurrentScaling
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
@@ -22,63 +20,45 @@ from tests.torch.test_transformer_layer import DECODER, inputs, make
 # ------------------------------------------------------------------------------------ MultiheadAttention
 
 
+def both(*parts: str) -> set[str]:
+    return {f"{part}{kind}" for part in parts for kind in ("weight", "bias")}
+
+
+SPLIT = ("query_", "key_", "value_")
+INNER = {"layernorm_qkv.layer_norm_weight", "layernorm_qkv.layer_norm_bias"}
+#: The parameters of an attention beside its projection's, by its options.
+NAMED: list[tuple[dict[str, Any], set[str]]] = [
+    ({}, both(*(f"qkv.{part}" for part in SPLIT))),
+    (FUSED, both("qkv.")),
+    ({**FUSED, "bias": False}, {"qkv.weight"}),
+    ({**NORM, **FUSED}, both("layernorm_qkv.") | INNER),
+    ({**NORM, **FUSED, "normalization": "RMSNorm"}, both("layernorm_qkv.") | {"layernorm_qkv.layer_norm_weight"}),
+    (CROSS, both("query_layer.query_", "key_value.key_", "key_value.value_")),
+    ({**CROSS, **FUSED}, both("query_layer.", "key_value.")),
+    (
+        {**CROSS, **NORM},
+        both("layernorm_query.query_", "layernorm_query.layer_norm_", "key_value.key_", "key_value.value_"),
+    ),
+    ({**FUSED, "qk_norm_type": "RMSNorm"}, both("qkv.") | {"q_norm.weight", "k_norm.weight"}),
+    ({**FUSED, "qk_norm_type": "LayerNorm"}, both("qkv.", "q_norm.", "k_norm.")),
+    ({**FUSED, "qk_norm_type": "L2Normalization"}, both("qkv.")),
+    ({**FUSED, "softmax_type": "learnable"}, both("qkv.") | {"core_attention.softmax_offset"}),
+]
+
+
 def test_attention_parameters() -> None:
-    """Names and shapes as documented; heads and groups of 16, 2 groups."""
-    rows = {"query": 64, "key": 32, "value": 32}
-
-    def named(**options: Any) -> dict[str, tuple[int, ...]]:
+    """Names as documented, and before FP8 nothing else in the state; heads and groups of 16, 2 groups."""
+    for options, names in NAMED:
         module = attention("cpu", **GQA, **options)
-        found = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        assert set(found) == set(module.state_dict()), "before FP8 there is nothing else"
-        assert found.pop("proj.weight") == (64, 64) and found.pop("proj.bias", (64,)) == (64,)
-        return found
-
-    def both(prefix: str, n: int) -> dict[str, tuple[int, ...]]:
-        return {f"{prefix}weight": (n, 64), f"{prefix}bias": (n,)}
-
-    def split(*parts: str) -> dict[str, tuple[int, ...]]:
-        return {k: v for part in parts for k, v in both(f"{part}_", rows[part.rpartition(".")[2]]).items()}
-
-    norm = {"layer_norm_weight": (64,), "layer_norm_bias": (64,)}
-    assert named() == split("qkv.query", "qkv.key", "qkv.value")
-    assert named(**FUSED) == both("qkv.", 128)
-    assert named(bias=False, **FUSED) == {"qkv.weight": (128, 64)}
-    assert named(**NORM, **FUSED) == both("layernorm_qkv.", 128) | {f"layernorm_qkv.{n}": s for n, s in norm.items()}
-    assert named(**NORM, **FUSED, normalization="RMSNorm").keys() == {
-        "layernorm_qkv.layer_norm_weight",
-        "layernorm_qkv.weight",
-        "layernorm_qkv.bias",
-    }
-    assert named(**CROSS) == split("query_layer.query", "key_value.key", "key_value.value")
-    assert named(**CROSS, **FUSED) == both("query_layer.", 64) | both("key_value.", 64)
-    assert named(**CROSS, **NORM) == split("layernorm_query.query", "key_value.key", "key_value.value") | {
-        f"layernorm_query.{n}": s for n, s in norm.items()
-    }
-    normed = {"q_norm.weight": (16,), "k_norm.weight": (16,)}
-    assert named(qk_norm_type="RMSNorm", **FUSED) == both("qkv.", 128) | normed
-    assert named(qk_norm_type="LayerNorm", **FUSED) == both("qkv.", 128) | normed | {
-        "q_norm.bias": (16,),
-        "k_norm.bias": (16,),
-    }
-    assert named(qk_norm_type="L2Normalization", **FUSED) == both("qkv.", 128)
-    assert named(softmax_type="learnable", **FUSED) == both("qkv.", 128) | {"core_attention.softmax_offset": (4,)}
+        last = {"proj.weight", "proj.bias"} if options.get("bias", True) else {"proj.weight"}
+        assert set(dict(module.named_parameters())) == set(module.state_dict()) == names | last, options
+    shapes = {name: tuple(p.shape) for name, p in attention("cpu", **GQA).named_parameters() if "weight" in name}
+    rows = {"qkv.query_weight": 64, "qkv.key_weight": 32, "qkv.value_weight": 32, "proj.weight": 64}
+    assert shapes == {name: (n, 64) for name, n in rows.items()}
 
 
-def test_attention_initialisation_and_names() -> None:
-    def fill(value: float) -> Any:
-        return lambda w: w.fill_(value)
-
-    module = MultiheadAttention(
-        64, 4, init_method=fill(3), output_layer_init_method=fill(5), name="N.self_attention", **NORM, device="cpu"
-    )
-    assert (module.layernorm_qkv.key_weight == 3).all() and (module.proj.weight == 5).all()
-    assert not module.proj.bias.any() and (module.layernorm_qkv.layer_norm_weight == 1).all()
-    names = {n: m.name for n, m in module.named_modules() if n and hasattr(m, "name")}
-    assert names == {
-        "layernorm_qkv": "N.self_attention.layernorm_linear_qkv",
-        "core_attention": "N.self_attention.core_attention",
-        "proj": "N.self_attention.proj",
-    }
+def test_names_of_an_attention() -> None:
+    """Of those that a layer's does not show."""
     assert attention("cpu", name="a").qkv.name == "a.linear_qkv"
     cross = attention("cpu", name="a", **CROSS)
     assert cross.key_value.name == "a.linear_kv" and cross.query_layer.name.startswith("Layer_")
@@ -112,7 +92,6 @@ KEYS = {
 #: What options change: entries of a part, None where the part is gone.
 CHANGED: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...] | None]]] = {
     "default": ({}, {}),
-    "fused": ({"fuse_qkv_params": True}, {"self_attention.layernorm_qkv": (*LAYER_NORM, "weight", "bias")}),
     "RMSNorm": (
         {"normalization": "RMSNorm"},
         {
@@ -141,11 +120,6 @@ CHANGED: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...] | None]]] = {
         },
     ),
     "learnable": ({"softmax_type": "learnable"}, {"self_attention.core_attention": ("softmax_offset",)}),
-    "qk norm": (
-        {"qk_norm_type": "LayerNorm"},
-        {"self_attention.q_norm": ("weight", "bias"), "self_attention.k_norm": ("weight", "bias")},
-    ),
-    "qk L2": ({"qk_norm_type": "L2Normalization"}, {}),
 }
 
 
@@ -266,15 +240,6 @@ def test_fp8_state_is_started_anew() -> None:
     assert all((t == 1).all() for t in scales)
 
 
-def test_a_layer_can_be_pickled() -> None:
-    layer, x = make("cpu"), inputs("cpu")
-    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
-
-
-def test_heads_of_another_width() -> None:
-    assert TransformerLayer(100, 200, 7, kv_channels=14, device="cpu").self_attention.proj.weight.shape == (100, 98)
-
-
 # -------------------------------------------------------------------------------------------------- both
 
 MAKE: dict[str, Any] = {"MultiheadAttention": attention, "TransformerLayer": make}
@@ -294,37 +259,3 @@ def test_groups_reach_every_attention(kind: str, options: dict[str, Any], parts:
     for part in parts:
         core = module.get_submodule(f"{part}core_attention")
         assert (core.cp_global_ranks, core.cp_stream, core.cp_comm_type) == ([0], "stream", how)
-
-
-X = values(S, B, WIDTH)
-NOT_BOOLEAN = torch.zeros(B, 1, 1, S)
-REFUSED_CALLS: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    ("MultiheadAttention", {}, {"attn_mask_type": "diagonal"}, ValueError, "no_mask"),
-    ("MultiheadAttention", {}, {"hidden_states": X[0]}, ArgumentError, "3 dimensions in sbhd"),
-    ("MultiheadAttention", CROSS, {}, ArgumentError, "encoder_output"),
-    ("MultiheadAttention", {}, {"inference_params": object()}, ArgumentError, "layer_number"),
-    ("MultiheadAttention", {}, {"rotary_pos_emb": "yes"}, ArgumentError, "a rotary_pos_emb of type str"),
-    ("MultiheadAttention", {}, {"rotary_pos_emb": (X, 3)}, ArgumentError, "a rotary_pos_emb of Tensor and int"),
-    ("MultiheadAttention", {}, {"rotary_pos_emb": (X,)}, ArgumentError, "a rotary_pos_emb of 1 tensors"),
-    ("TransformerLayer", {}, {"self_attn_mask_type": "diagonal"}, ValueError, "no_mask"),
-    ("TransformerLayer", {}, {"enc_dec_attn_mask_type": "diagonal"}, ValueError, "no_mask"),
-    ("TransformerLayer", {}, {"attention_mask": NOT_BOOLEAN}, TypeError, "boolean"),
-    ("TransformerLayer", {}, {"enc_dec_attn_mask": (NOT_BOOLEAN,)}, TypeError, "boolean"),
-    ("TransformerLayer", DECODER, {}, ArgumentError, "encoder_output"),
-    ("TransformerLayer", {}, {"hidden_states": X[0]}, ArgumentError, "3 dimensions"),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "call", "error", "said"), REFUSED_CALLS)
-def test_refused_calls(
-    kind: str, options: dict[str, Any], call: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    """What constructors refuse: test_bad_options.py."""
-    module = MAKE[kind]("cpu", **options)
-    with pytest.raises(error, match=said):
-        module(**{"hidden_states": X, **call})
-
-
-def test_masks_by_an_alias() -> None:
-    module, unpadded = attention("cpu"), torch.zeros(B, 1, 1, S, dtype=torch.bool)
-    assert torch.equal(module(X, attn_mask_type="causal,padding", attention_mask=unpadded), module(X))
