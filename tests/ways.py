@@ -68,7 +68,9 @@ MODULES: dict[str, Row] = {
     "LayerNorm": Row(partial(te.LayerNorm, HIDDEN), microbatches=False),
     "RMSNorm": Row(partial(te.RMSNorm, HIDDEN), microbatches=False),
     "DotProductAttention": Row(
-        lambda device: te.DotProductAttention(HEADS, HIDDEN // HEADS), (_HEADS_OF,) * 3, microbatches=False
+        lambda device: te.DotProductAttention(HEADS, HIDDEN // HEADS).to(device),
+        (_HEADS_OF,) * 3,
+        microbatches=False,
     ),
     "MultiheadAttention": Row(partial(te.MultiheadAttention, HIDDEN, HEADS, attention_dropout=0.0)),
     "TransformerLayer with dropout": Row(
@@ -86,14 +88,6 @@ MODULES: dict[str, Row] = {
 HELD = [name for name, row in MODULES.items() if row.held]
 
 
-def made(row: Row, recipe: str | None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.nn.Module:
-    """The module of a row; all of its parameters differ from zero and one."""
-    with te.quantized_model_init(enabled=row.held and recipe is not None, recipe=rule(recipe)):
-        module = row.make(device=device).to(dtype)
-    randomise(module)
-    return module
-
-
 # ------------------------------------------------------------------------------------------------------ the eager run
 
 
@@ -102,17 +96,27 @@ class Script(NamedTuple):
 
     row: Row
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     looks: bool = False  # before a step it evaluates frozen, without gradients, and in another mode
     sizes: bool = False  # the second step has more tokens
     steps: int = 3
 
 
-def inputs(script: Script, number: int, device: str = "cpu") -> list[torch.Tensor]:
+def made(script: Script, recipe: str | None) -> torch.nn.Module:
+    """Its module; all parameters differ from zero and one."""
+    with te.quantized_model_init(enabled=script.row.held and recipe is not None, recipe=rule(recipe)):
+        module = script.row.make(device=script.device).to(script.dtype)
+    randomise(module)
+    return module
+
+
+def inputs(script: Script, number: int) -> list[torch.Tensor]:
     """Those of a microbatch; they grow, so that scales and histories have something to say."""
     more = 8 if script.sizes and number // 2 == 1 and "m_splits" not in script.row.arguments else 0
     shapes = [(tokens + more, *rest) for tokens, *rest in script.row.shapes]
-    made = [values(*shape, seed=10 * number + i, device=device, dtype=script.dtype) for i, shape in enumerate(shapes)]
-    return [(t * (1 + number)).requires_grad_() for t in made]
+    place: dict[str, Any] = {"device": script.device, "dtype": script.dtype}
+    drawn = [values(*shape, seed=10 * number + i, **place) for i, shape in enumerate(shapes)]
+    return [(t * (1 + number)).requires_grad_() for t in drawn]
 
 
 def run(
@@ -131,18 +135,17 @@ def run(
     goes on. With `flags` calls say which microbatch is the first.
     """
     found: dict[str, Any] = {}
-    device = next((str(p.device) for p in module.parameters()), "cpu")
     for step in range(script.steps):
         called = module if call is None else call
         if script.looks:
-            _look(module, called, script, recipe, step, device)
+            _look(module, called, script, recipe, step)
         torch.manual_seed(step)
         for part in (0, 1):
-            given = inputs(script, 2 * step + part, device)
+            given = inputs(script, 2 * step + part)
             named = script.row.arguments | ({"is_first_microbatch": part == 0} if flags else {})
             with region(recipe), around():
                 y = called(*given, **named)
-            y.backward(values(*y.shape, seed=100 + step, device=device, dtype=y.dtype))
+            y.backward(values(*y.shape, seed=100 + step, device=script.device, dtype=y.dtype))
             found |= bits({f"{step}.{part} y": y, f"{step}.{part} dx": [t.grad for t in given]})
         found |= bits({f"{step} gradient of {n}": local(p.grad) for n, p in named_parameters(module)})
         found |= bits({f"{step} {n}": t for n, t in named_buffers(module)})
@@ -154,13 +157,13 @@ def run(
         module = between(module)
         # Copies: torch lets nobody resize memory that NumPy has seen, and offloading does.
         found |= bits({f"{step} weight {n}": local(p).detach().clone() for n, p in named_parameters(module)})
-    return found | bits({"next random number": torch.rand(1)})
+    return found | bits({"next random number": torch.rand(1, device=script.device)})
 
 
-def _look(module: Any, call: Any, script: Script, recipe: str | None, step: int, device: str) -> None:
+def _look(module: Any, call: Any, script: Script, recipe: str | None, step: int) -> None:
     """Calls of the same sizes that want no gradients: of a frozen module, without grad mode, in evaluation mode."""
     torch.manual_seed(100 + step)
-    given = [t.detach() for t in inputs(script, step, device)]
+    given = [t.detach() for t in inputs(script, step)]
     for change in (lambda: module.requires_grad_(False), module.eval):
         change()
         with region(recipe), torch.no_grad():
@@ -245,9 +248,10 @@ def _offloaded(module: Any, script: Script, recipe: str | None) -> dict[str, Any
     from te_torch.training.offload import blocks, device, layers, weights
     from tests.offload_side import RecordedSide
 
-    side = RecordedSide()
+    side = RecordedSide() if script.device == "cpu" else None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(device, "side_of", lambda where, stream=None: side))
+        if side:
+            stack.enter_context(patch.object(device, "side_of", lambda where, stream=None: side))
         for each in (blocks, layers, weights):  # small tensors travel, too
             stack.enter_context(patch.object(each, "THRESHOLD", 64))
         context, sync = te.get_cpu_offload_context(True, 1, model_layers=2, offload_weights=True)
@@ -261,7 +265,7 @@ def _offloaded(module: Any, script: Script, recipe: str | None) -> dict[str, Any
             return sync(y)
 
         found = run(module, script, recipe, call=call)
-    assert side.moved("out") >= side.moved("back") > 0
+    assert side is None or side.moved("out") >= side.moved("back") > 0
     return found
 
 
@@ -269,21 +273,21 @@ def _graphed(module: Any, script: Script, recipe: str | None) -> dict[str, Any]:
     from te_torch.training.graphs import device
     from tests.fake_graphs import FakeDevice
 
-    fake = FakeDevice(module)
-    with patch.object(device, "device", fake), region(recipe):  # whose `emulate` counts
-        sample = tuple(t.detach().requires_grad_() for t in inputs(script, 0))
-        call = te.make_graphed_callables(
-            module, sample, enabled=recipe is not None, recipe=rule(recipe), sample_kwargs=dict(script.row.arguments)
-        )
-    with patch.object(device, "device", fake):
+    fake = FakeDevice(module) if script.device == "cpu" else None
+    with patch.object(device, "device", fake or device.device):
+        with region(recipe):  # whose `emulate` counts
+            sample = tuple(t.detach().requires_grad_() for t in inputs(script, 0))
+            call = te.make_graphed_callables(
+                module, sample, enabled=recipe is not None, recipe=rule(recipe), sample_kwargs=dict(script.row.arguments)
+            )
         found = run(module, script, recipe, call=call)
-    assert fake.graphs and all(graph.replays for graph in fake.graphs)
+    assert fake is None or fake.graphs and all(graph.replays for graph in fake.graphs)
     return found
 
 
 @contextlib.contextmanager
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def _one_rank(device: str) -> Iterator[None]:
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -291,14 +295,14 @@ def _one_rank() -> Iterator[None]:
 
 
 def _ddp(module: Any, script: Script, recipe: str | None) -> dict[str, Any]:
-    with _one_rank():
+    with _one_rank(script.device):
         return run(module, script, recipe, call=DistributedDataParallel(module))
 
 
 def _fsdp(module: Any, script: Script, recipe: str | None) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
-    with _one_rank():
+    with _one_rank(script.device):
         return run(fully_shard(module), script, recipe)
 
 
