@@ -68,9 +68,7 @@ MODULES: dict[str, Row] = {
     "LayerNorm": Row(partial(te.LayerNorm, HIDDEN), microbatches=False),
     "RMSNorm": Row(partial(te.RMSNorm, HIDDEN), microbatches=False),
     "DotProductAttention": Row(
-        lambda device: te.DotProductAttention(HEADS, HIDDEN // HEADS).to(device),
-        (_HEADS_OF,) * 3,
-        microbatches=False,
+        lambda device: te.DotProductAttention(HEADS, HIDDEN // HEADS).to(device), (_HEADS_OF,) * 3, microbatches=False
     ),
     "MultiheadAttention": Row(partial(te.MultiheadAttention, HIDDEN, HEADS, attention_dropout=0.0)),
     "TransformerLayer with dropout": Row(
@@ -278,7 +276,11 @@ def _graphed(module: Any, script: Script, recipe: str | None) -> dict[str, Any]:
         with region(recipe):  # whose `emulate` counts
             sample = tuple(t.detach().requires_grad_() for t in inputs(script, 0))
             call = te.make_graphed_callables(
-                module, sample, enabled=recipe is not None, recipe=rule(recipe), sample_kwargs=dict(script.row.arguments)
+                module,
+                sample,
+                enabled=recipe is not None,
+                recipe=rule(recipe),
+                sample_kwargs=dict(script.row.arguments),
             )
         found = run(module, script, recipe, call=call)
     assert fake is None or fake.graphs and all(graph.replays for graph in fake.graphs)
