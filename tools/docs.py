@@ -5,7 +5,8 @@
   floats are not the same on every processor;
 * runs the examples: the ```python blocks of a page in one process, in order, but for one that stands under
   `<!-- not run: the reason -->`. Those that are not run because `it needs a GPU` are run with --gpu;
-* follows every link to a file of the repository, and to a heading of a page.
+* follows every link to a file of the repository, and to a heading of a page;
+* writes tests/messages.txt, what wrong calls say (tests/messages compares it).
 
 With --check nothing is written; a page whose generated text has changed then fails. --no-examples runs none of them,
 as tests/docs does it: what is left is quick enough for `make check`.
@@ -180,6 +181,10 @@ def main() -> int:
             found.append(str(failed))
         problems += len(found)
         print(f"{name}: {'ok' if not found else ''}", *found, sep="\n  " if found else "", flush=True)
+    if (ROOT / "tests" / "messages").is_dir() and not given.check:
+        ended = python(["-c", "from tests.messages import rows; rows.main()"], ROOT)
+        problems += bool(ended.returncode)
+        print(f"tests/messages.txt: {'ok' if not ended.returncode else ended.stderr}", flush=True)
     print(f"docs: {problems} problems" if problems else "docs: ok")
     return bool(problems)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +149,6 @@ def test_a_spec_takes_every_name_of_a_dtype(dtype: Any) -> None:
     assert linear.LinearSpec(dtype, None, needs) == linear.LinearSpec(dtypes.float32, None, needs)
     assert linear.LinearSpec(dtype, None, needs, weight_dtype=dtype).weight_dtype is dtypes.float32
     assert norm.NormSpec(dtype, "RMSNorm", 0.0).dtype is dtypes.float32
-    with pytest.raises(ArgumentError, match="float33"):
-        linear.LinearSpec("float33", None, needs)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, "float32", np.dtype("float32")], ids=str)
@@ -158,44 +156,6 @@ def test_memory_is_asked_for_with_every_name_of_a_dtype(dtype: Any, rt: Runtime)
     for make in (rt.empty, rt.zeros):
         assert make((2, 3), dtype).dtype is dtypes.float32 and make([2, 3], dtype).shape == (2, 3)
     assert not rt.numpy(rt.zeros((4,), dtype)).any()
-
-
-@pytest.mark.parametrize("make", ["empty", "zeros"])
-@pytest.mark.parametrize("wrong", [((2, -3), "float32"), (("2",), "float32"), ((2, 3), "float33"), ((2, 3), None)])
-def test_memory_that_cannot_be(make: str, wrong: Any, rt: Runtime) -> None:
-    with pytest.raises(ArgumentError, match=FOUR_PARTS):
-        getattr(rt, make)(*wrong)
-
-
-@pytest.mark.parametrize("value", [np.zeros(3, np.float32), [1.0], None, 3])
-def test_values_of_what_is_no_tensor(value: Any, rt: Runtime) -> None:
-    with pytest.raises(ArgumentError, match=FOUR_PARTS):
-        rt.numpy(value)
-
-
-@pytest.mark.parametrize("recipe", [DelayedScaling(), NVFP4BlockScaling()])
-def test_a_recipe_is_resolved_first(recipe: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"LinearSpec: got precision of type .*resolve\(recipe\)"):
-        linear.LinearSpec(dtypes.float32, recipe, linear.Needs(True, True, True))
-    with pytest.raises(ArgumentError, match=r"precision of type DelayedScaling"):
-        replace(face.layer_specs(None)["attention_fp8"], precision=DelayedScaling())
-
-
-@pytest.mark.parametrize("name", [n for n in LAYERS if "DelayedScaling" in n and "scales" in LAYERS[n].options])
-def test_delayed_scaling_without_scales(name: str) -> None:
-    right = face.layers(CPU, DelayedScaling())[name.removesuffix(" DelayedScaling")]
-    with pytest.raises(ArgumentError, match="got no scales.*pass scales="):
-        right.function(*right.args, **{**right.options, "scales": None})
-
-
-@pytest.mark.parametrize("name", ["linear", "grouped_linear", "norm_linear", "mlp"])
-def test_stochastic_rounding_without_draws(name: str) -> None:
-    forward, backward = (face.layers(CPU, NVFP4BlockScaling())[f"{name} {way}"] for way in ("forward", "backward"))
-    last = forward.args[-1]
-    assert last.dtype is dtypes.int64
-    _, saved = forward.function(*forward.args[:-1], None, **forward.options)
-    with pytest.raises(ArgumentError, match=r"no rng.*pass rng= to the layer's forward"):
-        backward.function(*backward.args[:-1], saved, **backward.options)
 
 
 def test_kinds_with_parameters_are_looked_for() -> None:
