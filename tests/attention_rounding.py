@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.module_steps import values
+from tests.world import values
 
 UNIT = 2.0**-8  # the largest relative error of a rounding to bfloat16
 VARIANCE = UNIT * UNIT / 3  # of a relative error that is spread evenly up to it

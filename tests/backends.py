@@ -99,3 +99,7 @@ def runtimes() -> list[object]:
 def devices() -> list[str]:
     """The same for tests of modules: a parameter `device`, named as torch names it."""
     return ["cpu", "cuda"] if cuda_devices() else ["cpu"]
+
+
+#: For a test of modules on every device that is here.
+on_devices = pytest.mark.parametrize("device", devices())

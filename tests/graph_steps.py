@@ -15,7 +15,7 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs import make as graphs
 from tests.fake_graphs import FakeDevice
-from tests.module_steps import fp8_state, randomise, values
+from tests.world import fp8_state, randomise, values
 
 WIDTH = 32
 DELAYED = DelayedScaling(amax_history_len=3)

@@ -53,6 +53,8 @@ OVERRIDES: dict[str, Recipe] = {
     for name in KINDS[1:]
     for override in ("high_precision", "dequantized")
 }
+#: For layers with attention, which is FP8 from the projections to the output.
+ATTENTION: dict[str, Recipe] = {"fp8 attention": DelayedScaling(amax_history_len=4, fp8_dpa=True, fp8_mha=True)}
 
 
 def on_devices() -> list[Any]:
@@ -65,7 +67,7 @@ def on_devices() -> list[Any]:
 
 def rule(name: str | None) -> Recipe | None:
     """The recipe of a name; None is high precision."""
-    return None if name is None else RECIPES.get(name) or OVERRIDES[name]
+    return None if name is None else {**RECIPES, **OVERRIDES, **ATTENTION}[name]
 
 
 def region(name: str | None, **options: Any) -> te.autocast:

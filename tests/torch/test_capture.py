@@ -22,7 +22,7 @@ from te_core.recipe import DelayedScaling
 from tests import recipes
 from tests.backends import capability, requires_cuda
 from tests.covering import covering
-from tests.module_steps import fp8_state
+from tests.world import fp8_state
 
 pytestmark = requires_cuda
 

@@ -15,24 +15,18 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling
 from te_torch import CudaRNGStatesTracker, draws
-from te_torch.autocast import active
 from te_torch.training.checkpoint import (
-    activation_recompute_forward,
-    get_activation_recompute_contexts,
     has_te_modules,
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
     use_reentrant_activation_recompute,
 )
 from tests import recipes
-from tests.backends import devices, requires_cuda
+from tests.backends import on_devices, requires_cuda
 from tests.covering import covering
-from tests.module_steps import differences, fp8_state
 
-on_devices = pytest.mark.parametrize("device", devices())
 forms = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 WIDTH, TOKENS, BATCH = 64, 32, 2
 OPTIONS: dict[str, Any] = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "drop_path_rate": 0.1}
@@ -57,49 +51,6 @@ class Mixed(torch.nn.Module):
 
 def batch(device: str, seed: int = 1) -> torch.Tensor:
     return torch.randn(TOKENS, BATCH, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def step(model: Any, run: Callable[..., Any], recipe: str | None, device: str, number: int) -> dict[str, torch.Tensor]:
-    """Everything that a step of two microbatches leaves behind."""
-    torch.manual_seed(number)
-    found: dict[str, torch.Tensor] = {}
-    for part in (1, 2):
-        x = (number * batch(device, part)).requires_grad_()
-        other = batch(device, 5).requires_grad_()
-        with recipes.region(recipe):
-            out, total, name, nothing = run(model, x, 0.5, other=2 * other)
-        assert name == "name" and nothing is None
-        (out * batch(device, 9)).sum().add(total).backward()
-        found |= {f"{part} y": out.detach(), f"{part} dx": x.grad, f"{part} other": other.grad}
-    found |= {name: p.grad for name, p in model.named_parameters()} | fp8_state(model)
-    found["left"] = torch.rand(3, device=device)  # the generator stands where it would
-    model.zero_grad()
-    return {name: t.clone() for name, t in found.items()}
-
-
-EQUAL = {
-    (name, reentrant): [] if name in (None, *recipes.KINDS) and (i + reentrant) % 2 else [pytest.mark.full]
-    for i, name in enumerate((None, *recipes.KINDS, *recipes.OVERRIDES))
-    for reentrant in (True, False)
-}
-
-
-@on_devices
-@pytest.mark.parametrize(("recipe", "reentrant"), [pytest.param(*case, marks=marks) for case, marks in EQUAL.items()])
-def test_equals_a_plain_step(recipe: str | None, reentrant: bool, device: str) -> None:
-    """Over steps whose scales change: outputs, gradients, scales, histories, and where the generator stands."""
-    torch.manual_seed(0)
-    model = Mixed(device)
-    twin = copy.deepcopy(model)
-    for number in (1, 3):
-        got = step(model, partial(te.checkpoint, use_reentrant=reentrant), recipe, device, number)
-        want = step(twin, lambda m, *args, **kw: m(*args, **kw), recipe, device, number)
-        if device == "cpu":
-            assert not differences(got, want)
-            continue
-        for name, t in want.items():  # sums of one order in forward only
-            exact = name.endswith((" y", "left"))
-            assert torch.equal(got[name], t) if exact else torch.allclose(got[name], t, 2e-2, 2e-2), name
 
 
 @on_devices
@@ -277,52 +228,6 @@ def test_draws_that_differ_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @forms
-def test_nesting(reentrant: bool) -> None:
-    """Checkpoints in checkpoints, ours and torch's, with dropout, in delayed scaling."""
-    torch.manual_seed(0)
-    model = te.TransformerLayer(WIDTH, 2 * WIDTH, 4, device="cpu", **OPTIONS)
-    twin = copy.deepcopy(model)
-    inner = partial(te.checkpoint, use_reentrant=reentrant)
-
-    def nested(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return te.checkpoint(lambda x: inner(lambda x: m(inner(m, x)).sin(), x), x, use_reentrant=reentrant)
-
-    results = []
-    for each, run in ((model, nested), (twin, lambda m, x: m(m(x)).sin())):
-        for number in (1, 2):
-            torch.manual_seed(number)
-            x = (number * batch("cpu")).requires_grad_()
-            with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
-                y = run(each, x)
-            each.zero_grad()  # gradients of several steps would be added in another order
-            y.sum().backward()
-        results.append([y, x.grad, *[p.grad for p in each.parameters()], *fp8_state(each).values(), torch.rand(2)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@on_devices
-@pytest.mark.parametrize("recipe", [pytest.param(None, marks=pytest.mark.full), "delayed"])
-def test_compiled(recipe: str | None, device: str) -> None:
-    """A compiled function with a checkpoint in it: fullgraph, and what it gives is what eager code gives."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = te.LayerNormMLP(WIDTH, 2 * WIDTH, device=device)
-    twin = copy.deepcopy(model)
-    results = []
-    for each, wrap in ((model, partial(torch.compile, backend="aot_eager", fullgraph=True)), (twin, lambda f: f)):
-        run = wrap(lambda x, each=each: te.checkpoint(each, x, use_reentrant=False))
-        for number in (1, 2):
-            x = (number * batch(device)).requires_grad_()
-            with recipes.region(recipe):
-                y = run(x)
-            y.backward(batch(device, 4))
-        results.append({"y": y, "dx": x.grad, **{n: p.grad for n, p in each.named_parameters()}, **fp8_state(each)})
-    assert results[0].keys() == results[1].keys()
-    for name, want in results[1].items():
-        torch.testing.assert_close(results[0][name], want)
-
-
-@forms
 def test_contexts_of_the_user(reentrant: bool) -> None:
     """The first is around the first run, the second around each that follows, in both forms."""
     entered: list[str] = []
@@ -370,19 +275,6 @@ def test_tensors_by_keyword(reentrant: bool) -> None:
     (y.sum() + middle.sum()).backward()
     grads = torch.autograd.grad(((a * b.exp()).sin() * 3.0).sum() + b.exp().sum(), (a, b))
     assert torch.allclose(a.grad, grads[0]) and torch.allclose(b.grad, grads[1])
-
-
-def test_mistakes() -> None:
-    x = torch.ones(3, requires_grad=True)
-    with pytest.raises(ArgumentError, match="checkpoint: got function=tensor.*Allowed: a callable"):
-        te.checkpoint(x, torch.sin)
-    with pytest.raises(UnsupportedError, match=r"without a process group.*call torch\.distributed\.init_process_group"):
-        te.checkpoint(torch.sin, x, distribute_saved_activations=True)
-    with pytest.warns(UserWarning, match="distribute_saved_activations changes nothing with use_reentrant=False"):
-        te.checkpoint(torch.sin, x, distribute_saved_activations=True, use_reentrant=False)
-    for wrong in (lambda: None, object, CudaRNGStatesTracker(device="cpu")):
-        with pytest.raises(ArgumentError, match=r"get_rng_state_tracker=.*an object with get_states, set_states and"):
-            te.checkpoint(torch.sin, x, get_rng_state_tracker=wrong)
 
 
 def test_ranks(tmp_path: Any) -> None:
@@ -436,72 +328,6 @@ def test_phases() -> None:
             assert seen == [(enabled, False), (enabled, True)]
         assert use_reentrant_activation_recompute() is reentrant
     assert not is_fp8_activation_recompute_enabled() and not in_fp8_activation_recompute_phase()
-
-
-class ByHand(torch.autograd.Function):
-    """A checkpoint as trainers write their own, with the documented contexts."""
-
-    @staticmethod
-    def forward(ctx: Any, module: Any, recipe: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.module, ctx.recipe = module, recipe
-        ctx.save_for_backward(x)
-        with torch.no_grad(), activation_recompute_forward(activation_recompute=True, recompute_phase=False):
-            return module(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad(), activation_recompute_forward(activation_recompute=True, recompute_phase=True):
-            with te.autocast(recipe=ctx.recipe):
-                y = ctx.module(x)
-        y.backward(grad)
-        return None, None, x.grad
-
-
-def in_backward(module: Any, recipe: Any, x: torch.Tensor) -> torch.Tensor:
-    with te.autocast(recipe=recipe):
-        return ByHand.apply(module, recipe, x)
-
-
-def before_backward(region_outside: bool, module: Any, recipe: Any, x: torch.Tensor) -> torch.Tensor:
-    """Run once without gradients, and again before anything goes back."""
-    first, again = get_activation_recompute_contexts()
-    with te.autocast(recipe=recipe), torch.no_grad(), first:
-        expected = module(x)
-    before, region = fp8_state(module), te.autocast(recipe=recipe)
-    outer, inner = (region, again) if region_outside else (again, region)
-    with outer, inner:
-        y = module(x)
-    assert torch.equal(y, expected)
-    after = fp8_state(module)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    return y
-
-
-def plain(module: Any, recipe: Any, x: torch.Tensor) -> torch.Tensor:
-    with te.autocast(recipe=recipe):
-        return module(x)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [in_backward, partial(before_backward, True), partial(before_backward, False)],
-    ids=["in backward", "region outside", "region inside"],
-)
-def test_a_checkpoint_of_ones_own(run: Callable[..., torch.Tensor]) -> None:
-    """It reads the scales of the first run and leaves histories alone, wherever it is that it runs again."""
-    torch.manual_seed(0)
-    module, recipe = te.LayerNormMLP(WIDTH, 2 * WIDTH, device="cpu"), DelayedScaling(amax_history_len=4)
-    twin = copy.deepcopy(module)
-    results = []
-    for each, how in ((module, run), (twin, plain)):
-        for number in (1, 3):
-            x = (number * batch("cpu")).requires_grad_()
-            y = how(each, recipe, x)
-            y.backward(batch("cpu", 4))
-        results.append({"y": y, "dx": x.grad, **{n: p.grad for n, p in each.named_parameters()}, **fp8_state(each)})
-    assert not differences(*results)
-    assert active.region is None and not active.checkpointed and not active.recomputing
 
 
 # ------------------------------------------------------------------------------------------------ in a capture

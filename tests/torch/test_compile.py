@@ -13,45 +13,17 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import te_torch as te
 from te_core.recipe import DelayedScaling
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import NO_REGION, RECIPES, WIDTH, differences, fp8_state, make, on, region, step, values
+from tests.world import NO_REGION, RECIPES, WIDTH, differences, fp8_state, make, on, region, step, values
 
 BF16 = torch.bfloat16
-on_devices = pytest.mark.parametrize("device", devices())
 full, more = pytest.mark.full, pytest.mark.more
-KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "model", "LayerNorm", "RMSNorm")
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
-
-
-class Block(torch.nn.Module):
-    """One of each, with the residuals that a Transformer layer has."""
-
-    def __init__(self, device: str, seed: int) -> None:
-        super().__init__()
-        options = {"device": device, "dtype": BF16, "seed": seed}
-        self.qkv = make("LayerNormLinear", **options)
-        self.proj = te.Linear(64, WIDTH, bias=False, params_dtype=BF16, device=device)
-        self.norm = make("RMSNorm", **options)
-        self.mlp = make("LayerNormMLP", activation="swiglu", normalization="RMSNorm", **options)
-        self.last = make("LayerNorm", **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.norm(self.proj(self.qkv(x)))
-        return self.last(x + self.mlp(x))
-
-
-def model(device: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(Block(device, 0))
-
-
-def build(kind: str, device: str) -> torch.nn.Module:
-    return model(device) if kind == "model" else make(kind, device, BF16)
 
 
 def batch(device: str, rows: int = 24, seed: int = 1) -> torch.Tensor:
@@ -64,19 +36,6 @@ def check_steps(eager: Any, compiled: Any, owner: Any, recipe: Any, inputs: list
         on(str(x.device.type), *got.values())
         assert not differences(got, wanted), f"step {i}"
         assert not differences(fp8_state(owner), fp8_state(eager)), f"step {i}"
-
-
-@on_devices
-@covering(kind=KINDS, recipe=["delayed", "current", "plain"])
-def test_equals_eager(kind: str, recipe: str, device: str) -> None:
-    """Three steps, one compile."""
-    eager = build(kind, device)
-    owner = copy.deepcopy(eager)
-    counter = CompileCounterWithBackend("aot_eager")
-    x = batch(device)
-    check_steps(eager, torch.compile(owner, fullgraph=True, backend=counter), owner, recipe, [x, 3 * x, x / 2])
-    assert counter.frame_count == 1
-    assert bool(fp8_state(owner)) == (recipe == "delayed" and kind not in ("LayerNorm", "RMSNorm"))
 
 
 @on_devices
@@ -211,6 +170,23 @@ def test_compiles_of_recipes_and_modes(device: str) -> None:
         with torch.no_grad(), region("current"):
             assert torch.equal(compiled(x), eager(x))
     assert counter.frame_count == 4
+
+
+@on_devices
+def test_many_calls_in_a_region_compile_once(device: str) -> None:
+    """A compiled module leaves its trace in the region without guarding on what ran there before."""
+    eager, counter = make("Linear", device, BF16), CompileCounterWithBackend("aot_eager")
+    owner = copy.deepcopy(eager)
+    compiled, x = torch.compile(owner, fullgraph=True, backend=counter), batch(device)
+    for number in range(3):
+        for module in (eager, compiled):
+            with region("delayed"), torch.set_grad_enabled(number != 1):
+                for i in range(4):
+                    module(x * (i + 1 + number))
+        with region("delayed"):
+            assert torch.equal(eager(x), compiled(x))
+    assert counter.frame_count <= 2  # with and without gradients
+    assert not differences(fp8_state(owner), fp8_state(eager))
 
 
 @on_devices

@@ -14,11 +14,10 @@ import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling
 from te_torch import CudaRNGStatesTracker
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import differences, fp8_state
+from tests.world import differences, fp8_state
 
-on_devices = pytest.mark.parametrize("device", devices())
 NAME = "model-parallel-rng"
 ALL = {"attention_dropout": 0.3, "hidden_dropout": 0.3, "drop_path_rate": 0.2, "sequence_parallel": True}
 CASES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from te_torch import updates
 from tests import recipes
 from tests.backends import requires_cuda
 from tests.covering import covering
-from tests.module_steps import differences, fp8_state, make, region, step, values
+from tests.world import differences, fp8_state, make, region, step, values
 
 BF16 = torch.bfloat16
 WIDTH = 256

@@ -17,13 +17,12 @@ from te_torch import state
 from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import Float8CurrentScalingQuantizer
 from tests import recipes
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import MODULES, WIDTH, differences, fp8_state, make, randomise, region, step, values
+from tests.world import MODULES, WIDTH, differences, fp8_state, make, region, step, values
 
 BF16 = torch.bfloat16
 COUNT = 10  # more than the eight programs that torch makes of one function
-on_devices = pytest.mark.parametrize("device", devices())
 
 LAYERS: dict[str, Any] = {
     **{name: lambda name=name, **kw: make(name, dtype=BF16, **kw) for name in MODULES},
@@ -128,23 +127,6 @@ def test_an_inspected_layer_has_its_own(device: str) -> None:
     with torch.no_grad():
         for layer in layers:
             layer(values(16, WIDTH, device=device))
-    assert counter.frame_count == 2
-
-
-@on_devices
-def test_evaluation_adds_one_program(device: str) -> None:
-    layers = [make("Linear", device, BF16, seed=i) for i in range(COUNT)]
-    eager = [copy.deepcopy(layer) for layer in layers]
-    counter = counting()
-    compiled(layers, counter)
-    x = values(16, WIDTH, device=device, dtype=BF16)
-    for _ in range(2):
-        train(layers, eager, "delayed", device, steps=1)
-        for layer, other in zip(layers, eager, strict=True):
-            layer.eval(), other.eval()
-            with torch.no_grad(), region("delayed"):
-                assert torch.equal(layer(x), other(x))
-            layer.train(), other.train()
     assert counter.frame_count == 2
 
 
@@ -359,6 +341,21 @@ def test_another_models_history_is_left_alone() -> None:
     assert not differences(fp8_state(layer), fp8_state(eager)) and not differences(fp8_state(other), before)
 
 
+@on_devices
+def test_copies_of_compiled_modules(device: str) -> None:
+    """A copy goes its own way, eager or compiled, and takes the program of the one that it is a copy of."""
+    eager, counter = make("LayerNormMLP", device, BF16), counting()
+    module = copy.deepcopy(eager)
+    module.compile(fullgraph=True, backend=counter)
+    train([module], [eager], "delayed", device, steps=1)
+    again, other = copy.deepcopy(module), copy.deepcopy(eager)
+    train([again], [other], "delayed", device, steps=2)  # it runs eagerly, and leaves the other alone
+    assert not differences(fp8_state(module), fp8_state(eager))
+    again.compile(fullgraph=True, backend=counter)
+    train([again, module], [other, eager], "delayed", device, steps=2)
+    assert counter.frame_count == 1
+
+
 def test_deep_copies_and_moved_memory() -> None:
     """A state is found by its tensors wherever they went."""
     layer = make("Linear", dtype=BF16)
@@ -374,18 +371,3 @@ def test_deep_copies_and_moved_memory() -> None:
         for module in (layer, again, eager):
             step(module, (i + 2) * x, "delayed")
     assert not differences(fp8_state(layer), fp8_state(eager)) and not differences(fp8_state(again), fp8_state(eager))
-
-
-def test_random_layers_of_a_model_one_after_the_other() -> None:
-    """The usual way: every layer of a model compiled by itself, one region around the model."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[te.LayerNormLinear(WIDTH, WIDTH, params_dtype=BF16, device="cpu") for _ in range(12)])
-    randomise(model)
-    eager = copy.deepcopy(model)
-    counter = counting()
-    compiled(list(model), counter)
-    for i in range(3):
-        x = values(16, WIDTH, dtype=BF16, seed=i)
-        assert not differences(step(model, x, "delayed"), step(eager, x, "delayed"))
-        assert not differences(fp8_state(model), fp8_state(eager))
-    assert counter.frame_count == 1

@@ -13,12 +13,11 @@ from torch.utils.checkpoint import checkpoint
 import te_torch as te
 from te_torch import weight_copies
 from tests import recipes
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import WIDTH, differences, fp8_state, gradient_for, make, randomise, region, values
+from tests.world import WIDTH, differences, fp8_state, gradient_for, make, randomise, region, values
 
 BF16 = torch.bfloat16
-on_devices = pytest.mark.parametrize("device", devices())
 MODULES: dict[str, Any] = {
     "Linear": lambda device, **kw: make("Linear", device, BF16, **kw),
     "Linear in parts": lambda device: make("Linear", device, BF16, parameters_split=("a", "b")),
@@ -279,28 +278,3 @@ def test_weights_that_are_held_quantized_need_no_copies(recipe: str, device: str
     for first in (True, False):
         both(eager, module, rule_of(recipe), 0, first, device)
     assert not quantized and not module._copies.tensors
-
-
-@on_devices
-@pytest.mark.more
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.full)])
-def test_the_projections_of_a_transformer_layer(recipe: str, device: str, quantized: list[Any]) -> None:
-    options: Any = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": BF16, "device": device}
-    eager = te.TransformerLayer(64, 128, 4, **options)
-    module, counter = copy.deepcopy(eager), CompileCounterWithBackend("aot_eager")
-    module.compile(fullgraph=True, backend=counter)
-    for i in range(2):
-        for j in range(2):
-            outputs = []
-            for owner in (module, eager):
-                x = values(32, 1, 64, device=device, dtype=BF16, seed=2 * i + j).requires_grad_()
-                with region(recipe):
-                    y = owner(x, is_first_microbatch=j == 0)
-                y.sum().backward()
-                outputs.append(y.detach())
-            assert torch.equal(*outputs)
-            assert len(quantized) == 4 * (i + 1)
-        update(module)
-        eager.load_state_dict(module.state_dict())  # a compiler sees the residual's addition by itself
-        eager.zero_grad()
-    assert counter.frame_count == 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,21 +20,10 @@ from tests import recipes
 from tests.backends import requires_cuda
 from tests.covering import covering
 from tests.graph_steps import PIPELINES, Pipeline
-from tests.module_steps import differences, fp8_state
 from tests.torch.test_capture import BATCH, BF16, FP8_ATTENTION, HIDDEN, MODULES, SEQ
+from tests.world import differences, fp8_state
 
 pytestmark = requires_cuda
-
-NATIVE = (None, "delayed", "current", "block")  # on Hopper; what is emulated is captured by the same code
-WITH_GEMMS = [n for n in MODULES if n not in ("LayerNorm", "RMSNorm") and "Dot" not in n and "cached" not in n]
-# Each with two recipes, and with all by `--full`.
-CASES: list[Any] = [
-    pytest.param(name, recipe, marks=[] if (i + j) % 2 == 0 else [pytest.mark.full])
-    for i, name in enumerate(WITH_GEMMS)
-    for j, recipe in enumerate(NATIVE)
-]
-CASES += [(name, None) for name in MODULES if "Dot" in name or name in ("LayerNorm", "RMSNorm")]
-CASES += [("DotProductAttention", "fp8_dpa"), ("TransformerLayer", "fp8_dpa")]
 
 
 @pytest.fixture(autouse=True)
@@ -110,11 +98,6 @@ def compare(name: str, recipe: str | None, numbers: range) -> None:
     assert bool(scales) is (recipe in ("delayed", "fp8_dpa"))
 
 
-@pytest.mark.parametrize(("name", "recipe"), CASES)
-def test_replays_are_eager_steps(name: str, recipe: str | None) -> None:
-    compare(name, recipe, range(5))
-
-
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [("TransformerLayer", "delayed"), ("LayerNormMLP", "delayed"), ("TransformerLayer, dropout", "current")],
@@ -166,24 +149,6 @@ def test_training_with_an_optimizer(recipe: str) -> None:
     assert not differences(fp8_state(model), fp8_state(eager))
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_inside(use_reentrant: bool) -> None:
-    class Again(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = MODULES["LayerNormMLP"]()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return te.checkpoint(self.inner, x, use_reentrant=use_reentrant)
-
-    module = Tensors("LayerNormMLP", Again())
-    eager = copy.deepcopy(module)
-    call = graphed(module, "delayed", module.sample())
-    for number in range(4):
-        got, wanted = step(call, module, "delayed", number), step(eager, eager, "delayed", number)
-        assert not differences(got, wanted), number
-
-
 @pytest.mark.timeout(600)  # a compiler of kernels
 @covering(how=["around", "inside"], recipe=[None, "delayed", "current"])
 def test_compiled_modules(how: str, recipe: str | None) -> None:
@@ -217,27 +182,6 @@ class Outside(torch.nn.Module):
 # ------------------------------------------------------------------------------- microbatches and pipelines
 
 
-@covering(name=["Linear", "TransformerLayer", "GroupedLinear"], recipe=["delayed", "current", "block"])
-def test_cached_weights(name: str, recipe: str) -> None:
-    """Three microbatches a step, weights quantized in the first and changed behind the last."""
-    module = Tensors(name)
-    eager = copy.deepcopy(module)
-    call = graphed(module, recipe, module.sample(), cache_quantized_params=True)
-    for i in range(3):
-        for j, first in enumerate((True, False, False)):
-            number = 3 * i + j
-            got = step(call, module, recipe, number, is_first_microbatch=first)
-            assert not differences(got, step(_told(eager, first), eager, recipe, number)), (i, j)
-        for owner in (module, eager):
-            with torch.no_grad():
-                for p in owner.parameters():
-                    p.mul_(0.9)
-
-
-def _told(module: Tensors, first: bool) -> Callable[..., Any]:
-    return lambda *tensors: module.inner(*tensors, *module.more, is_first_microbatch=first)
-
-
 @covering(name=PIPELINES, reuse=[False, True])
 def test_pipelines(name: str, reuse: bool) -> None:
     chunks, given, order = PIPELINES[name]
@@ -257,28 +201,6 @@ def test_pipelines(name: str, reuse: bool) -> None:
     other = Pipeline(list(eager), chunks, order, rule("delayed"), number)
     for _ in range(3):
         assert not differences(pipeline.run(functions), other.run(None))
-
-
-@pytest.mark.parametrize("delay", [False, True])
-def test_gradients_in_main_grad(delay: bool) -> None:
-    options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": delay}
-    module = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **options, **BF16)
-    eager = copy.deepcopy(module)
-    for owner in (module, eager):
-        for weight in (owner.fc1_weight, owner.fc2_weight):
-            weight.main_grad = torch.full(weight.shape, 3.0, device="cuda")
-    sample = Tensors("Linear").sample
-    graphed(module, "delayed", sample(), cache_quantized_params=True)
-    assert (module.fc1_weight.main_grad == 3).all()
-    for i, first in enumerate((False, True, False, True)):
-        for call in (module, eager):
-            (x,) = sample(i)
-            with region("delayed"):
-                y = call(x, is_first_microbatch=first)
-            y.sum().backward()
-            call.backward_dw()
-        for name in ("fc1_weight", "fc2_weight"):
-            assert torch.equal(getattr(module, name).main_grad, getattr(eager, name).main_grad), (i, name)
 
 
 # ---------------------------------------------------------------------------------------- random numbers, memory
@@ -368,36 +290,6 @@ def test_layers_and_modules_draw_from_trackers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(seen[:3], seen[3:], strict=True))
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
     assert all(torch.equal(mine.get_state(), other.get_state()) for mine, other in pairs)
-
-
-def test_capture_leaves_nothing_behind() -> None:
-    module = Tensors("TransformerLayer, dropout")
-    step(module, module, "delayed", 2)
-    state = {n: t.clone() for n, t in module.state_dict().items()}
-    random = torch.cuda.get_rng_state()
-    graphed(module, "delayed", module.sample())
-    assert torch.equal(random, torch.cuda.get_rng_state())
-    assert not [n for n, t in module.state_dict().items() if not torch.equal(t, state[n])]
-    assert all(p.grad is None for p in module.parameters())
-
-
-def test_eval() -> None:
-    module = Tensors("TransformerLayer").eval()
-    eager = copy.deepcopy(module)
-    call = graphed(module, "delayed", module.sample())
-    for number in range(3):
-        (x,) = module.sample(number, 1 + number)
-        with torch.no_grad(), region("delayed"):
-            assert torch.equal(call(x), eager(x))
-
-
-def test_another_shape() -> None:
-    module = Tensors("Linear")
-    call = graphed(module, "current", module.sample())
-    with region("current"), pytest.raises(ArgumentError, match="what was captured: .*capture another callable"):
-        call(module.sample()[0][:8])
-    with region("delayed"), pytest.raises(ArgumentError, match="captured in: Float8CurrentScaling"):
-        call(*module.sample())
 
 
 def test_another_stream() -> None:

@@ -11,7 +11,7 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from tests.fake_graphs import FakeDevice
 from tests.graph_steps import DELAYED, PIPELINES, WIDTH, Pipeline, fake, graph, linear, mlp, number, region
-from tests.module_steps import differences, fp8_state, values
+from tests.world import differences, fp8_state, values
 
 __all__ = ["fake"]
 

@@ -23,7 +23,7 @@ from te_torch.training.rng import get_all_rng_states
 from tests.covering import covering
 from tests.fake_graphs import FakeDevice
 from tests.graph_steps import DELAYED, RECIPES, WIDTH, fake, graph, linear, mlp, number, region, step
-from tests.module_steps import differences, fp8_state, values
+from tests.world import differences, fp8_state, values
 
 __all__ = ["fake"]
 
@@ -296,41 +296,23 @@ def test_a_parameter_that_is_unfrozen_is_refused(all_: bool, fake: FakeDevice) -
                 graphed(number(1).requires_grad_())
 
 
-def replaced_state(module: Any) -> None:
-    module.fp8_state.resize_history(7, quiet=True)
-
-
-def loaded_by_assignment(module: Any) -> None:
-    module.load_state_dict({n: t.clone() for n, t in module.state_dict().items()}, assign=True)
-
-
-def another_weight(module: Any) -> None:
-    module.weight = torch.nn.Parameter(module.weight.detach().clone())
-
-
-def other_memory(module: Any) -> None:
-    module.weight.data = module.weight.data.clone()
-
-
-def moved(module: Any) -> None:
-    module.fp8_state._apply(torch.clone)
-
-
-def another_state(module: Any) -> None:
-    module.fp8_state = copy.deepcopy(module.fp8_state)
-
-
-CHANGES = [loaded_by_assignment, another_weight, other_memory, moved, another_state]
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "loaded by assignment": lambda m: m.load_state_dict({n: t.clone() for n, t in m.state_dict().items()}, assign=True),
+    "another weight": lambda m: setattr(m, "weight", torch.nn.Parameter(m.weight.detach().clone())),
+    "other memory": lambda m: setattr(m.weight, "data", m.weight.data.clone()),
+    "moved": lambda m: m.fp8_state._apply(torch.clone),
+    "another state": lambda m: setattr(m, "fp8_state", copy.deepcopy(m.fp8_state)),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_memory_that_moved_is_refused(change: Callable[[Any], None], fake: FakeDevice) -> None:
+def test_memory_that_moved_is_refused(change: str, fake: FakeDevice) -> None:
     module = linear()
     graphed = graph(fake, module)
     step(graphed, module, 1, "delayed")
     with region("delayed"):
         y = graphed(number(1))
-    change(module)
+    CHANGES[change](module)
     for use in (lambda: graphed(number(1)), lambda: y.sum().backward()):
         with region("delayed"), pytest.raises(UnsupportedError, match="To do: call reset"):
             use()
@@ -368,7 +350,7 @@ def test_memory_that_stays_is_replayed(fake: FakeDevice) -> None:
 def test_histories_of_another_length_are_refused(fake: FakeDevice) -> None:
     module = linear()
     graphed = graph(fake, module)
-    replaced_state(module)
+    module.fp8_state.resize_history(7, quiet=True)
     with pytest.warns(UserWarning, match="another length"), region("delayed"):
         with pytest.raises(UnsupportedError, match="FP8 state has other buffers"):
             graphed(number(1))

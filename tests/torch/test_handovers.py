@@ -12,10 +12,9 @@ import torch
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from tests.backends import devices
+from tests.backends import devices, on_devices
 from tests.tolerances import DB, snr_db
 
-on_devices = pytest.mark.parametrize("device", devices())
 HEADS, HEAD = 2, 128  # GPUs train heads of 128
 WIDTH = HEADS * HEAD
 PLAIN = DelayedScaling(amax_history_len=3)

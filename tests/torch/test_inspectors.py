@@ -22,14 +22,14 @@ from te_core.runtime import Runtime
 from te_torch.custom_recipes import quantizer_factories as factories
 from te_torch.tensors import HybridQuantizer, IdentityQuantizer
 from tests import recipes
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
+from tests.world import differences, step, values
 
 WIDTH, WIDE, ROWS = 48, 80, 40
 BF16: dict[str, Any] = {"params_dtype": torch.bfloat16}
 SPLITS = [16, 0, 24]
 
-on_devices = pytest.mark.parametrize("device", devices())
 
 MODULES: dict[str, Any] = {
     "Linear": lambda **kw: te.Linear(WIDTH, WIDE, **BF16, **kw),
@@ -91,24 +91,10 @@ def make(kind: str, device: str) -> torch.nn.Module:
     return MODULES[kind](device=device)
 
 
-def step(module: Any, region: Any, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def stepped(module: Any, region: Any, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
     """Outputs and gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(ROWS, WIDTH, generator=generator).to(device, torch.bfloat16).requires_grad_()
-    with region:
-        outputs = module(x, SPLITS) if isinstance(module, te.GroupedLinear) else module(x)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    grads = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
-    torch.autograd.backward(outputs, grads)
-    found = {str(i): y.detach() for i, y in enumerate(outputs)} | {"x": x.grad}
-    found |= {name: p.grad for name, p in module.named_parameters()}
-    module.zero_grad()
-    return found
-
-
-def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    assert set(a) == set(b)
-    return [name for name in a if not torch.equal(a[name], b[name])]
+    x = values(ROWS, WIDTH, device=device, dtype=torch.bfloat16, seed=seed)
+    return step(module, x, region, *([SPLITS] if isinstance(module, te.GroupedLinear) else []))
 
 
 def products(module: Any) -> list[int]:
@@ -124,9 +110,9 @@ def test_all_points_are_seen_once_and_nothing_changes(kind: str, recipe: str | N
     watched.inspector = recorders = [Recorder() for _ in range(watched.gemms)]
     for i in range(2):
         torch.manual_seed(i)
-        want = step(plain, recipes.region(recipe), device, i)
+        want = stepped(plain, recipes.region(recipe), device, i)
         torch.manual_seed(i)
-        assert not differences(step(watched, recipes.region(recipe), device, i), want)
+        assert not differences(stepped(watched, recipes.region(recipe), device, i), want)
     for number in products(watched):
         assert recorders[number].seen == dict.fromkeys(POINTS, 2)
         quantized = {p for p in recorders[number].quantized if p[1] == "gradient" or p[0] == "fprop"}
@@ -185,9 +171,9 @@ def test_one_operand_in_high_precision(kind: str, named: str, recipe: str, devic
             functools.partial(te.autocast, recipe=CustomRecipe(qfactory=factory), emulate=True)
             for factory in (high_at(base, name, point), base)
         )
-        found = step(watched, all_low(), device)
-        assert not differences(found, step(asked, own(), device))
-        assert differences(found, step(make(kind, device), all_low(), device)), "the operand counts"
+        found = stepped(watched, all_low(), device)
+        assert not differences(found, stepped(asked, own(), device))
+        assert differences(found, stepped(make(kind, device), all_low(), device)), "the operand counts"
 
 
 @on_devices
@@ -196,10 +182,10 @@ def test_one_operand_in_high_precision(kind: str, named: str, recipe: str, devic
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 def test_a_result_in_anothers_place(kind: str, point: tuple[str, str], recipe: str | None, device: str) -> None:
     watched = make(kind, device)
-    want = step(watched, recipes.region(recipe), device)
+    want = stepped(watched, recipes.region(recipe), device)
     watched.inspector = Doubles(point)
-    found = step(watched, recipes.region(recipe), device)
-    changed = {"fprop": {"0"}, "dgrad": {"x"}, "wgrad": {n for n, p in watched.named_parameters() if p.ndim == 2}}
+    found = stepped(watched, recipes.region(recipe), device)
+    changed = {"fprop": {"y"}, "dgrad": {"dx"}, "wgrad": {n for n, p in watched.named_parameters() if p.ndim == 2}}
     names = {n for n in changed[point[0]] if want[n].any()}
     assert set(differences(found, want)) == names
     assert all(torch.equal(found[n], 2 * want[n]) for n in names)
@@ -219,10 +205,10 @@ def test_the_copy_that_its_gemm_reads(rt: Runtime) -> None:
 def test_one_for_all_products_or_one_for_each() -> None:
     module = make("LayerNormMLP", "cpu")
     module.inspector = recorder = Recorder()
-    step(module, recipes.region("current"), "cpu")
+    stepped(module, recipes.region("current"), "cpu")
     assert recorder.seen == dict.fromkeys(POINTS, 2)  # of two products
     module.inspector = (None, recorder)
-    step(module, recipes.region("current"), "cpu")
+    stepped(module, recipes.region("current"), "cpu")
     assert recorder.seen == dict.fromkeys(POINTS, 3)
     module.inspector = [recorder]
     with pytest.raises(ArgumentError, match=r"1 inspectors.*one inspector for all products, or 2"):

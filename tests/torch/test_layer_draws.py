@@ -13,11 +13,10 @@ import torch
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.linear import Linear
 from tests import layer_draws
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.layer_draws import Tally, is_clear, judge
 from tests.layer_options import RECIPES, Draw, draw
 
-on_devices = pytest.mark.parametrize("device", devices())
 BLOCK, BLOCKS, MORE, FULL = 25, 4, 8, 40
 
 

@@ -13,11 +13,10 @@ import torch
 import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import differences, fp8_state, make, step, values
+from tests.world import differences, fp8_state, make, step, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 ENTRIES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 INF, NAN = float("inf"), float("nan")
 BAD = {

@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, values
 from tests.recipes import KINDS, RECIPES, region
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
+from tests.world import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 # An MLP, which has slots of two GEMMs, meets delayed scaling by default.
 recipes = covering(kind=GEMM_MODULES, recipe=["current", "block", "delayed", "mxfp8", "nvfp4"])
@@ -96,20 +94,6 @@ def test_weights_are_quantized_once(kind: str, recipe: str, quantized: list[int]
 
 
 @on_devices
-@with_plain
-def test_cached_equals_quantized_anew(kind: str, recipe: str | None, device: str) -> None:
-    """Outputs, gradients and maxima of three microbatches, bit for bit, in two steps with an update between."""
-    anew, cached = (make(kind, device, BF16) for _ in range(2))
-    for step in range(2):
-        wanted = one_step(anew, recipe, [None, None, None], device)
-        assert not differences(one_step(cached, recipe, [True, False, False], device), wanted), f"step {step}"
-        for module in (anew, cached):
-            with torch.no_grad():
-                [p.mul_(1.25) for p in module.parameters()]
-    assert not differences(dict(cached.named_buffers()), dict(anew.named_buffers()))
-
-
-@on_devices
 @recipes
 def test_later_without_first(kind: str, recipe: str, device: str) -> None:
     """An empty cache is filled by whoever comes first."""
@@ -142,57 +126,28 @@ def in_place(module: torch.nn.Module) -> None:
             w.mul_(-1.5)
 
 
-def one_element(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for w in weights_of(module).values():
-            w.view(-1)[7] = 3.0
+def each(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A change of each weight of a module."""
+    return lambda module: [change(w) for w in weights_of(module).values()]
 
 
-def other_data(module: torch.nn.Module) -> None:
-    for w in weights_of(module).values():
-        w.data = w.data * -1.5
-
-
-def other_data_freed(module: torch.nn.Module) -> None:
+def freed(w: torch.nn.Parameter) -> None:
     """The allocator likes to give the old memory to the next tensor of that size."""
-    for w in weights_of(module).values():
-        new = w.data * -1.5
-        w.data = torch.empty(0, dtype=w.dtype, device=w.device)
-        w.data = new.clone()
+    new = w.data * -1.5
+    w.data = torch.empty(0, dtype=w.dtype, device=w.device)
+    w.data = new.clone()
 
 
-def optimizer_step(module: torch.nn.Module) -> None:
+def stepped(module: torch.nn.Module, kind: Any) -> None:
     for p in module.parameters():
         p.grad = torch.ones_like(p)
-    torch.optim.SGD(module.parameters(), lr=0.5).step()
+    kind(module.parameters(), lr=0.5).step()
     module.zero_grad(set_to_none=True)
 
 
-def adam_step(module: torch.nn.Module) -> None:
-    for p in module.parameters():
-        p.grad = torch.ones_like(p)
-    torch.optim.AdamW(module.parameters(), lr=0.5).step()
-    module.zero_grad(set_to_none=True)
-
-
-def load(module: torch.nn.Module) -> None:
-    state = {n: t * -1.5 if t.ndim == 2 and "fp8" not in n else t.clone() for n, t in module.state_dict().items()}
-    module.load_state_dict(state)
-
-
-def load_assigned(module: torch.nn.Module) -> None:
-    state = {n: t * -1.5 if t.ndim == 2 and "fp8" not in n else t.clone() for n, t in module.state_dict().items()}
-    module.load_state_dict(state, assign=True)
-
-
-def new_parameter(module: torch.nn.Module) -> None:
-    for name, w in weights_of(module).items():
-        setattr(module, name, torch.nn.Parameter(w.detach() * -1.5))
-
-
-def converted(module: torch.nn.Module) -> None:
-    module.to(torch.float32).to(BF16)
-    in_place(module)
+def turned(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A state with other weights."""
+    return {n: t * -1.5 if t.ndim == 2 and "fp8" not in n else t.clone() for n, t in module.state_dict().items()}
 
 
 def moved(module: torch.nn.Module) -> None:
@@ -202,30 +157,31 @@ def moved(module: torch.nn.Module) -> None:
     module.to(there)
 
 
-CHANGES: list[Callable[[torch.nn.Module], None]] = [
-    in_place,
-    one_element,
-    other_data,
-    other_data_freed,
-    optimizer_step,
-    adam_step,
-    load,
-    load_assigned,
-    new_parameter,
-    converted,
-    moved,
-]
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": in_place,
+    "one element": each(lambda w: w.view(-1)[7:8].fill_(3.0)),
+    "other data": each(lambda w: setattr(w, "data", w.data * -1.5)),
+    "other data, freed": each(freed),
+    "SGD": lambda module: stepped(module, torch.optim.SGD),
+    "AdamW": lambda module: stepped(module, torch.optim.AdamW),
+    "loaded": lambda module: module.load_state_dict(turned(module)),
+    "assigned": lambda module: module.load_state_dict(turned(module), assign=True),
+    "new parameters": lambda module: [
+        setattr(module, name, torch.nn.Parameter(w * -1.5)) for name, w in weights_of(module).items()
+    ],
+    "converted": lambda module: in_place(module.to(torch.float32).to(BF16)),
+    "moved": moved,
+}
 
 
 @on_devices
 @covering(kind=GEMM_MODULES, change=CHANGES, recipe=["current", "block", "nvfp4 no rht"])
-def test_changed_weights_are_quantized_again(
-    kind: str, change: Callable[[torch.nn.Module], None], recipe: str, device: str
-) -> None:
+def test_changed_weights_are_quantized_again(kind: str, change: str, recipe: str, device: str) -> None:
     """is_first_microbatch=False after any change: the forward of a module freshly built from the same values."""
     module = make(kind, device, BF16)
     before = one_step(module, recipe, [True], device)
-    change(module)
+    with torch.no_grad():
+        CHANGES[change](module)
     fresh = make(kind, device, BF16)
     fresh.load_state_dict(module.state_dict())
     wanted = one_step(fresh, recipe, [None], device)
@@ -254,13 +210,6 @@ def test_another_recipe_makes_its_own_copy(kind: str, device: str) -> None:
     for recipe in [*KINDS[1:], *KINDS[1:]]:
         wanted = one_step(make(kind, device, BF16), recipe, [None], device)
         assert not differences(one_step(module, recipe, [False], device), wanted), recipe
-
-
-@on_devices
-@pytest.mark.parametrize("name", ["current high_precision", "current dequantized", "block dequantized"])
-def test_overridden_backward(name: str, device: str) -> None:
-    wanted = one_step(make("Linear", device, BF16), name, [None, None], device)
-    assert not differences(one_step(make("Linear", device, BF16), name, [True, False], device), wanted)
 
 
 @on_devices
@@ -327,21 +276,6 @@ def test_microbatches_equal_one_batch(kind: str, main: str, recipe: str | None, 
     for name, w in weights_of(module).items():
         assert w.main_grad.dtype == MAIN[main]
         assert snr_db(w.main_grad, wanted[name]) >= floor(recipe, kind), f"{name}"
-
-
-@on_devices
-@with_plain
-def test_main_grad_is_the_gradient(kind: str, recipe: str | None, device: str) -> None:
-    """In fp32 each microbatch adds what an fp32 gradient would be; all other results are the plain module's."""
-    plain, module = make(kind, device, BF16), fused(kind, device)
-    wanted = one_step(plain, recipe, [None], device)
-    got = one_step(module, recipe, [None], device)
-    for name, w in weights_of(module).items():
-        assert torch.equal(w.main_grad.to(BF16), wanted.pop(name)), name
-    names = [n for n in wanted if n.endswith("bias") and "norm" not in n]
-    for name in names:  # without a grad of its own, the sum may come from elsewhere
-        assert snr_db(got.pop(name), wanted.pop(name)) >= DB["bf16"], name
-    assert not differences(got, wanted)
 
 
 @on_devices
@@ -422,15 +356,6 @@ def test_under_torch_autocast(kind: str, delay: bool, recipe: str | None, device
 
 
 @on_devices
-@gemm_modules
-def test_missing_main_grad(kind: str, device: str) -> None:
-    module = make(kind, device, BF16, fuse_wgrad_accumulation=True)
-    y = module(microbatch(0, device))
-    with pytest.raises(ArgumentError, match="weight.main_grad"):
-        y.sum().backward()
-
-
-@on_devices
 @with_plain
 def test_a_refused_backward_may_be_run_again(kind: str, recipe: str | None, device: str) -> None:
     """What was saved is kept until all is known to be right: who was told what is wrong mends it, and goes on."""
@@ -457,17 +382,6 @@ def test_a_refused_backward_may_be_run_again(kind: str, recipe: str | None, devi
             found[name] = {"y": y, "dx": x.grad} | {n: w.main_grad for n, w in weights_of(m).items()}
         assert not differences(found["found"], found["wanted"]), f"step {step}"
         assert not differences(fp8_state(module), fp8_state(wanted)), f"step {step}"
-
-
-@on_devices
-@gemm_modules
-def test_frozen_weights_need_no_main_grad(kind: str, device: str) -> None:
-    module = make(kind, device, BF16, fuse_wgrad_accumulation=True)
-    for w in weights_of(module).values():
-        w.requires_grad_(False)
-    got = one_step(module, "current", [None], device)
-    wanted = one_step(make(kind, device, BF16), "current", [None], device)
-    assert not differences(got, {n: t for n, t in wanted.items() if n in got})
 
 
 # --------------------------------------------------------------------------------- gradients later
@@ -562,20 +476,3 @@ def test_copies_have_nothing_waiting(kind: str, device: str) -> None:
         assert all(w.grad is not None for w in weights_of(other).values())
     module.backward_dw()
     assert not differences(*({n: w.grad for n, w in weights_of(m).items()} for m in (module, other)))
-
-
-@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
-def test_split_weights_are_refused(kind: str, option: str) -> None:
-    with pytest.raises(ArgumentError, match="one piece"):
-        make(kind, parameters_split=("q", "k"), **{option: True})
-    assert getattr(te, kind)(8, 8, parameters_split=("all",), device="cpu", **{option: True}) is not None
-
-
-@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
-def test_not_in_a_compiled_graph(option: str) -> None:
-    """Refused where it would be ignored; torch wraps the error."""
-    module = te.Linear(16, 16, device="cpu", **{option: True})
-    with pytest.raises(Exception, match="fuse_wgrad_accumulation or delay_wgrad_compute"):
-        torch.compile(module, backend="eager", fullgraph=True)(torch.randn(4, 16))
-    torch._dynamo.reset()

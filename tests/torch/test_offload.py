@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from te_torch.training.offload import OffloadableLayerState, blocks, layers, wei
 from tests import recipes
 from tests.backends import requires_cuda
 from tests.covering import covering
-from tests.module_steps import gradient_for
-from tests.module_steps import values as normal
 from tests.offload_side import RecordedSide, side
+from tests.world import gradient_for
+from tests.world import values as normal
 
 __all__ = ["side"]
 LEAST = 512  # elements that are offloaded at least, here
@@ -121,44 +122,56 @@ FORMS = {
 }
 
 
-@covering(recipe=[None, *recipes.KINDS], form=FORMS)
-def test_no_bit_changes(small: RecordedSide, recipe: str | None, form: str) -> None:
-    model = stack(transformer)
-    expected = steps(copy.deepcopy(model), NONE, recipe)
-    assert_equal(steps(model, te.get_cpu_offload_context(True, 2, **FORMS[form]), recipe), expected)
-    assert small.moved("out") >= small.moved("back") > 0
+def linear() -> torch.nn.Module:
+    return te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cpu")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [Attention, lambda: torch.nn.TransformerEncoderLayer(HIDDEN, 2, 2 * HIDDEN, dropout=0.0)],
-    ids=["own", "torch"],
-)
-@pytest.mark.parametrize("form", ["documented", "weights too"])
-def test_layers_of_torch(small: RecordedSide, make: Callable[[], torch.nn.Module], form: str) -> None:
-    model = stack(make)
-    expected = steps(copy.deepcopy(model), NONE)
-    assert_equal(steps(model, te.get_cpu_offload_context(True, 2, **FORMS[form])), expected)
-    assert small.moved("back") == small.moved("out") > 0
+def held(recipe: str) -> Callable[[], torch.nn.Module]:
+    """A layer whose weights are quantized."""
+
+    def make() -> torch.nn.Module:
+        with te.quantized_model_init(recipe=recipes.rule(recipe)):
+            return linear()
+
+    return make
 
 
-CHECKPOINTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "ours, reentrant": lambda layer, x: te.checkpoint(layer, x),
-    "ours": lambda layer, x: te.checkpoint(layer, x, use_reentrant=False),
-    "torch's": lambda layer, x: torch_checkpoint(layer, x, use_reentrant=False),
-    "attention's core": lambda layer, x: layer(x, checkpoint_core_attention=True),
+def plainly(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)
+
+
+#: Layers, how one is called, and in which recipe.
+STACKS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., torch.Tensor], str | None]] = {
+    "TransformerLayer": (transformer, plainly, "delayed"),
+    "torch's attention": (Attention, plainly, None),
+    "torch's encoder": (lambda: torch.nn.TransformerEncoderLayer(HIDDEN, 2, 2 * HIDDEN, dropout=0.0), plainly, None),
+    "checkpointed, reentrant": (transformer, te.checkpoint, "delayed"),
+    "checkpointed": (transformer, partial(te.checkpoint, use_reentrant=False), "mxfp8"),
+    "torch's checkpoint": (transformer, partial(torch_checkpoint, use_reentrant=False), None),
+    "attention's core again": (transformer, lambda layer, x: layer(x, checkpoint_core_attention=True), "delayed"),
+    "groups": (
+        lambda: te.GroupedLinear(2, HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cpu"),
+        lambda layer, x: layer(x, [TOKENS, TOKENS]),
+        "mxfp8",
+    ),
+    **{f"held in {kind}": (held(kind), plainly, kind) for kind in recipes.KINDS},
 }
+TRAVELS = [(name, form) for name in STACKS for form in ("documented", "weights too") if "held" not in name]
+TRAVELS += [(name, "weights too") for name in STACKS if "held" in name]
+TRAVELS += [("TransformerLayer", form) for form in FORMS if form not in ("documented", "weights too")]
+TRAVELS += [("checkpointed", "layers not counted")]
 
 
-@covering(recipe=[None, "delayed"], call=CHECKPOINTS, form=["documented", "weights too", "layers not counted"])
-def test_checkpoint(small: RecordedSide, recipe: str | None, call: str, form: str) -> None:
-    if call == "torch's":
-        recipe = None  # it goes with a region of its own
-    model = stack(transformer)
-    expected = steps(copy.deepcopy(model), NONE, recipe, call=CHECKPOINTS[call])
+@pytest.mark.parametrize(("name", "form"), TRAVELS)
+def test_no_bit_changes(small: RecordedSide, name: str, form: str) -> None:
+    """(In each recipe: test_ways.py.)"""
+    make, call, recipe = STACKS[name]
+    model = stack(make)
+    expected = steps(copy.deepcopy(model), NONE, recipe, call=call)
     made = te.get_cpu_offload_context(True, 2, **FORMS[form])
-    assert_equal(steps(model, made, recipe, call=CHECKPOINTS[call]), expected)
-    assert small.moved("out")
+    assert_equal(steps(model, made, recipe, call=call), expected)
+    assert small.moved("out") >= small.moved("back")
+    assert small.moved("out") and (small.moved("back") or "again" in name or "checkpoint" in name)
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "nvfp4"])
@@ -182,19 +195,6 @@ def test_dropout_and_microbatches(small: RecordedSide, recipe: str | None) -> No
     expected = run(copy.deepcopy(model), NONE)
     found = run(model, te.get_cpu_offload_context(True, 2, LAYERS))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("make", [
-    lambda: te.GroupedLinear(2, HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cpu"),
-])  # fmt: skip
-@pytest.mark.parametrize("form", ["documented", "weights too"])
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-def test_groups(small: RecordedSide, make: Any, form: str, recipe: str) -> None:
-    model = stack(make)
-    split = [TOKENS, TOKENS]
-    expected = steps(copy.deepcopy(model), NONE, recipe, call=lambda layer, x: layer(x, split))
-    made = te.get_cpu_offload_context(True, 2, **FORMS[form])
-    assert_equal(steps(model, made, recipe, call=lambda layer, x: layer(x, split)), expected)
 
 
 @pytest.mark.parametrize("form", ["documented", "weights too"])

@@ -310,28 +310,6 @@ def test_entry_in_backward(side: RecordedSide) -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"num_layers": 4, "model_layers": 4}, "num_layers=4 of model_layers=4"),
-        ({"num_layers": 5, "model_layers": 4}, "num_layers=5"),
-        ({"num_layers": 0}, "num_layers=0"),
-        ({"num_layers": "2"}, "num_layers='2'"),
-        ({"model_layers": -1}, "model_layers=-1"),
-        ({"offload_activations": False}, "offload_activations=False with offload_weights=False"),
-        ({"offload_stream": object()}, "offload_stream without manual_synchronization"),
-    ],
-)
-def test_wrong_arguments(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        te.get_cpu_offload_context(enabled=True, **given)
-
-
-def test_all_layers_but_one_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="model_layers - 2"):
-        te.get_cpu_offload_context(True, 3, 4)
-
-
 def test_disabled() -> None:
     context, sync = te.get_cpu_offload_context(enabled=False, num_layers=0)
     with context, context:

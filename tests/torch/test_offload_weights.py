@@ -14,9 +14,9 @@ import torch
 
 import te_torch as te
 from tests import recipes
-from tests.module_steps import values as normal
 from tests.offload_side import RecordedSide, side
 from tests.torch.test_offload import HIDDEN, LAYERS, NONE, TOKENS, assert_equal, small, stack, steps, threshold
+from tests.world import values as normal
 
 __all__ = ["side", "small", "threshold"]
 
@@ -131,16 +131,6 @@ def test_one_weight_in_two_layers(small: RecordedSide) -> None:
     model[1].weight = model[4].weight = model[0].weight
     expected = steps(copy.deepcopy(model), NONE)
     assert_equal(steps(model, te.get_cpu_offload_context(True, 3, 5, offload_weights=True)), expected)
-
-
-@pytest.mark.parametrize("kind", ["delayed", "current", "block", "mxfp8", "nvfp4"])
-def test_weights_held_quantized(small: RecordedSide, kind: str) -> None:
-    with te.quantized_model_init(enabled=True, recipe=recipes.rule(kind)):
-        model = stack(lambda: te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cpu"))
-    expected = steps(copy.deepcopy(model), NONE, kind)
-    made = te.get_cpu_offload_context(True, 2, LAYERS, offload_weights=True)
-    assert_equal(steps(model, made, kind), expected)
-    assert small.moved("out")
 
 
 def microbatch(model: Any, made: Any, kind: str, first: bool) -> list[torch.Tensor]:

@@ -6,7 +6,9 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,10 +19,9 @@ from te_core.recipe import DelayedScaling
 from te_torch.base import graph
 from tests.backends import devices
 from tests.covering import covering
-from tests.module_steps import randomise
 from tests.recipes import region
 from tests.recordings import tapes
-from tests.tape_steps import bits, drawn, step
+from tests.world import bits, drawn, passed, randomise
 
 ROWS, HIDDEN = 16, 32
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -54,7 +55,7 @@ def stepped(module: Any, x: torch.Tensor, recipe: str | None = None) -> dict[str
     """The bits of a step with equal draws and without gradients before it."""
     module.zero_grad()
     torch.manual_seed(1)
-    return bits(step(module, x, recipe))
+    return bits(passed(module, x, recipe))
 
 
 def nodes(module: Any, recipe: str | None = None, angles: torch.Tensor | None = None, **more: Any) -> int:
@@ -88,8 +89,9 @@ def test_one_trained_parameter_gets_its_gradient(turned: bool) -> None:
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]), name
 
 
-@covering(name=OPTIONS, recipe=[None, "delayed", "current", "block", "mxfp8", "nvfp4"], device=devices())
-@pytest.mark.parametrize("turned", [False, True])
+@covering(
+    turned=[False, True], name=OPTIONS, recipe=[None, "delayed", "current", "block", "mxfp8", "nvfp4"], device=devices()
+)
 def test_same_bits_as_its_parts(name: str, recipe: str | None, device: str, turned: bool) -> None:
     """Outputs, gradients, scales and histories, in training with an optimizer, and in evaluation."""
     angles = te.RotaryPositionEmbedding(16).to(device)(ROWS) if turned else None
@@ -99,7 +101,7 @@ def test_same_bits_as_its_parts(name: str, recipe: str | None, device: str, turn
         module, found = layer(device, name), []
         module.one_node = one
         for _ in range(3):
-            found.append(step(module, of(device), recipe, rotary_pos_emb=angles))
+            found.append(passed(module, of(device), recipe, rotary_pos_emb=angles))
             with torch.no_grad():
                 for p in module.parameters():
                     p.add_(p.grad, alpha=-0.01)
@@ -175,7 +177,7 @@ def test_what_is_one_node(name: str, recipe: str | None) -> None:
         for p in module.parameters():
             p.main_grad = torch.zeros_like(p)
         for _ in range(3):
-            found.append(step(module, of("cpu"), recipe, **more))
+            found.append(passed(module, of("cpu"), recipe, **more))
         assert nodes(module, recipe, **more) == (1 if one and name in ONE else count)
         return [
             found,
@@ -186,40 +188,12 @@ def test_what_is_one_node(name: str, recipe: str | None) -> None:
     assert bits(program(True)) == bits(program(False))
 
 
-def _hooked(m: Any) -> Any:
-    return m.layernorm_mlp.register_forward_hook(lambda *_: None).remove
+class Looks:
+    """An inspector that sees nothing."""
 
+    request = frozenset(("fprop", "input"))
 
-def _exchanged(m: Any) -> Any:
-    before = m.self_attention.proj
-    m.self_attention.proj = torch.nn.Sequential()  # of another class
-    m.self_attention.proj = Doubled(before)
-    return lambda: setattr(m.self_attention, "proj", before)
-
-
-def _observed(m: Any) -> Any:
-    class Looks:
-        request = frozenset(("fprop", "input"))
-
-        def inspect(self, point: Any, *given: Any) -> None:
-            """It sees nothing."""
-
-    m.layernorm_mlp.inspector = Looks()
-    return lambda: setattr(m.layernorm_mlp, "inspector", None)
-
-
-def _globally(m: Any) -> Any:
-    return torch.nn.modules.module.register_module_forward_hook(lambda *_: None).remove
-
-
-def _of_ones_own(m: Any) -> Any:
-    forward = m.self_attention.forward
-    m.self_attention.forward = lambda *a, **k: forward(*a, **k)
-
-    def undo() -> None:
-        del m.self_attention.forward
-
-    return undo
+    def inspect(self, point: Any, *given: Any) -> None: ...
 
 
 class Counting(te.MultiheadAttention):
@@ -230,55 +204,6 @@ class Counting(te.MultiheadAttention):
     def forward(self, *given: Any, **more: Any) -> Any:
         self.__dict__["calls"] += 1
         return super().forward(*given, **more)
-
-
-def _of_another_class(m: Any) -> Any:
-    m.self_attention.__class__ = Counting
-    m.self_attention.__dict__["calls"] = 0
-    m.one_node = False
-    m.one_node = True  # as any attribute that is set, it has plans made anew
-
-    def undo() -> None:
-        assert m.self_attention.calls == 3
-        m.self_attention.__class__ = te.MultiheadAttention
-        m.one_node = False
-        m.one_node = True
-
-    return undo
-
-
-def _apart(m: Any) -> Any:
-    m.one_node = False
-    return lambda: setattr(m, "one_node", True)
-
-
-def _of_a_class(m: Any) -> Any:
-    forward = te.LayerNormMLP.forward
-    te.LayerNormMLP.forward = lambda *a, **k: forward(*a, **k)
-    return lambda: setattr(te.LayerNormMLP, "forward", forward)
-
-
-def _dropped(m: Any) -> Any:
-    m.drop_path = torch.nn.Hardtanh(-0.01, 0.01)
-
-    def undo() -> None:
-        m.drop_path = None
-        m._modules.pop("drop_path")
-        m.drop_path = None
-
-    return undo
-
-
-def _normed(m: Any) -> Any:
-    m.self_attention._modules.update(q_norm=torch.nn.LayerNorm(16), k_norm=torch.nn.LayerNorm(16))
-    del m.self_attention.__dict__["q_norm"], m.self_attention.__dict__["k_norm"]
-
-    def undo() -> None:
-        for name in ("q_norm", "k_norm"):
-            del m.self_attention._modules[name]
-            m.self_attention.__dict__[name] = None
-
-    return undo
 
 
 class Doubled(torch.nn.Module):
@@ -293,19 +218,76 @@ class Doubled(torch.nn.Module):
         return out * 2, bias
 
 
-CHANGES = [
-    *(_hooked, _exchanged, _observed, _globally, _of_ones_own, _of_another_class, _of_a_class, _apart),
-    *(_dropped, _normed),
-]
+def _around(forward: Any) -> Any:
+    return lambda *given, **more: forward(*given, **more)
+
+
+@contextmanager
+def _of_another_class(m: Any) -> Iterator[None]:
+    def become(kind: type) -> None:
+        m.self_attention.__class__ = kind
+        m.one_node = False
+        m.one_node = True  # as any attribute that is set, it has plans made anew
+
+    m.self_attention.__dict__["calls"] = 0
+    become(Counting)
+    yield
+    assert m.self_attention.calls == 3
+    become(te.MultiheadAttention)
+
+
+@contextmanager
+def _dropped(m: Any) -> Iterator[None]:
+    m.drop_path = torch.nn.Hardtanh(-0.01, 0.01)
+    yield
+    m.drop_path = None
+    m._modules.pop("drop_path")
+    m.drop_path = None
+
+
+@contextmanager
+def _normed(m: Any) -> Iterator[None]:
+    part = m.self_attention
+    for name in ("q_norm", "k_norm"):
+        part._modules[name] = torch.nn.LayerNorm(16)
+        del part.__dict__[name]
+    yield
+    for name in ("q_norm", "k_norm"):
+        del part._modules[name]
+        part.__dict__[name] = None
+
+
+@contextmanager
+def _exchanged(m: Any) -> Iterator[None]:
+    before = m.self_attention.proj
+    m.self_attention.proj = torch.nn.Sequential()  # of another class
+    m.self_attention.proj = Doubled(before)
+    yield
+    m.self_attention.proj = before
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda m: m.layernorm_mlp.register_forward_hook(lambda *_: None),
+    "another part": _exchanged,
+    "an inspector": lambda m: patch.object(m.layernorm_mlp, "inspector", Looks()),
+    "a hook of all modules": lambda m: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+    "a forward of its own": lambda m: patch.object(m.self_attention, "forward", _around(m.self_attention.forward)),
+    "another class": _of_another_class,
+    "a class with another forward": lambda m: patch.object(
+        te.LayerNormMLP, "forward", _around(te.LayerNormMLP.forward)
+    ),
+    "asked for": lambda m: patch.object(m, "one_node", False),
+    "dropped paths": _dropped,
+    "other norms": _normed,
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_parts_run_where_something_asks_for_them(change: Callable[[Any], Callable[[], None]]) -> None:
+def test_parts_run_where_something_asks_for_them(change: str) -> None:
     module = layer()
     assert [nodes(module) for _ in range(3)][1:] == [1, 1]
-    undo = change(module)
-    assert all(nodes(module) >= 5 for _ in range(3))
-    undo()
+    with CHANGES[change](module):
+        assert all(nodes(module) >= 5 for _ in range(3))
     assert [nodes(module) for _ in range(3)][1:] == [1, 1]
 
 
@@ -346,12 +328,12 @@ def test_something_in_the_place_of_a_parameter(how: str, planned: bool) -> None:
         module, x, found = layer(), drawn(ROWS, 2, HIDDEN), []
         module.one_node = one
         for _ in range(2 * planned):
-            step(module, x)
+            passed(module, x)
         for part, name in ((module.layernorm_mlp, "fc1_weight"), (module.self_attention.proj, "weight")):
             IN_PLACE[how](part, name)
         for _ in range(3):
             module.zero_grad()
-            found.append(step(module, x))
+            found.append(passed(module, x))
         assert nodes(module) == (1 if one and how == "a buffer" else 5)
         return found
 
@@ -368,12 +350,12 @@ def test_a_parameter_under_two_names() -> None:
         module.layernorm_mlp.layer_norm_bias = module.self_attention.layernorm_qkv.layer_norm_bias
         for _ in range(3):
             module.zero_grad()
-            found.append(step(module, x))
+            found.append(passed(module, x))
         state = {name: t * 2 if "mlp.layer_norm_bias" in name else t for name, t in module.state_dict().items()}
         module.load_state_dict(state, assign=True)
         for _ in range(3):
             module.zero_grad()
-            found.append(step(module, x))
+            found.append(passed(module, x))
         assert nodes(module) == (1 if one else 5)
         return found
 
@@ -419,7 +401,7 @@ def test_biases_of_several_dtypes() -> None:
         module.one_node = one
         bias = module.self_attention.qkv.query_bias
         bias.data = bias.data.bfloat16()
-        return [step(module, x, "current") for _ in range(3)]
+        return [passed(module, x, "current") for _ in range(3)]
 
     assert bits(program(True)) == bits(program(False))
 
@@ -485,30 +467,15 @@ def test_attributes_and_shapes_count() -> None:
                 assert stepped(module, x) == stepped(other, x)
 
 
-def test_gradients_that_are_wanted() -> None:
-    """Which parameters are trained may change between calls."""
-    module, other, x = layer(), layer(), drawn(ROWS, 2, HIDDEN)
-    other.load_state_dict(module.state_dict())
-    other.one_node = False
-    for frozen in (("layernorm_qkv",), (), ("proj.weight",), ("self_attention", "layernorm_mlp"), ()):
-        for _ in range(3):
-            found = []
-            for m in (module, other):
-                for name, p in m.named_parameters():
-                    p.requires_grad_(not any(part in name for part in frozen))
-                found.append(stepped(m, x, "delayed"))
-            assert found[0] == found[1], frozen
-
-
 def test_large_gradients_are_not_held_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of one node arrive together: where some are there already, parts give theirs one after another."""
     monkeypatch.setattr(graph, "_SMALL", 0)
     module, x = layer(), drawn(ROWS, 2, HIDDEN)
     for _ in range(3):
-        step(module, x)
+        passed(module, x)
         module.zero_grad(set_to_none=True)
     assert nodes(module) == 1
-    step(module, x)
+    passed(module, x)
     assert nodes(module) == 5
     module.zero_grad(set_to_none=True)
     assert nodes(module) == 1
@@ -522,7 +489,7 @@ def test_nothing_holds_the_layer() -> None:
     """A layer goes as soon as nobody has it, without the garbage collector."""
     module = layer()
     for _ in range(3):
-        step(module, drawn(ROWS, 2, HIDDEN), "delayed")
+        passed(module, drawn(ROWS, 2, HIDDEN), "delayed")
     gone = weakref.ref(module.layernorm_mlp)
     gc.collect()
     gc.disable()
@@ -536,13 +503,13 @@ def test_nothing_holds_the_layer() -> None:
 def test_copies_have_plans_of_their_own() -> None:
     module, x = layer(), drawn(ROWS, 2, HIDDEN)
     for _ in range(3):
-        step(module, x)
+        passed(module, x)
     other = copy.deepcopy(module)
     with torch.no_grad():
         other.layernorm_mlp.fc1_weight.mul_(2)
     assert not other._plans
-    wanted = bits(step(module, x)["y"])
-    assert all(bits(step(other, x)["y"]) != wanted for _ in range(3)) and bits(step(module, x)["y"]) == wanted
+    wanted = bits(passed(module, x)["y"])
+    assert all(bits(passed(other, x)["y"]) != wanted for _ in range(3)) and bits(passed(module, x)["y"]) == wanted
 
 
 def test_two_recipes_in_turns() -> None:

@@ -20,7 +20,7 @@ from te_torch import operators
 from te_torch.runtime import TorchAllocator
 from tests import recipes
 from tests.backends import devices
-from tests.module_steps import differences, fp8_state
+from tests.world import differences, fp8_state
 
 #: Both sides of te_core.quantized.ONE_BLOCK, up to which copies share a block: bytes of a copy of the input.
 ROWS = {"small": 24, "large": 528}

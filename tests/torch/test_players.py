@@ -20,8 +20,8 @@ from tests.core.c_library import built
 from tests.covering import covering
 from tests.recipes import KINDS, RECIPES, region
 from tests.recordings import tapes
-from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, training
 from tests.threads import together
+from tests.world import HIDDEN, ROWS, TAPED, bits, drawn, made, training
 
 pytestmark = requires_cuda
 
@@ -62,7 +62,7 @@ def alike(monkeypatch: pytest.MonkeyPatch, program: Callable[[], Any]) -> None:
     assert peaks[0] == peaks[1], peaks
 
 
-@covering(turns=2, name=MODULES, recipe=[None, *KINDS])
+@covering(turns=2, name=TAPED, recipe=[None, *KINDS])
 def test_training(monkeypatch: pytest.MonkeyPatch, name: str, recipe: str | None) -> None:
     alike(monkeypatch, lambda: training(made(name, "cuda"), recipe))
 

@@ -20,7 +20,7 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch.reruns import FirstRun
 from te_torch.training.checkpoint import activation_recompute_forward, get_activation_recompute_contexts
 from tests.covering import covering
-from tests.module_steps import differences, fp8_state, values
+from tests.world import differences, fp8_state, values
 
 DELAYED, OTHER = DelayedScaling(amax_history_len=1), Float8CurrentScaling()
 WIDTH = 32
@@ -176,118 +176,6 @@ def twice(module: Any, run: Run) -> list[torch.Tensor]:
     return xs
 
 
-PROGRAMS: dict[str, Any] = {
-    "in order": partial(two_in_flight, 1),
-    "in reverse": partial(two_in_flight, -1),
-    **{f.__name__: f for f in (three_in_one, without_gradients, loaded, called_twice, partly_without, twice)},
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-@kinds
-def test_the_scales_are_those_of_the_first_run(kind: str, program: str) -> None:
-    if program == "called_twice" and "reentrant" in kind:
-        return  # a region that ends without gradients updates nothing: its scales come later than the plain one's
-    check(PROGRAMS[program], CHECKPOINTS[kind])
-
-
-@pytest.mark.parametrize("program", ["in order", "in reverse", "without_gradients"])
-@pytest.mark.parametrize("kind", OTHERS)
-def test_checkpoints_of_ones_own(kind: str, program: str) -> None:
-    check(PROGRAMS[program], OTHERS[kind])
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs")
-@covering(turns=2, program=["in order", "in reverse"], outer=CHECKPOINTS, kind=CHECKPOINTS)
-def test_nested(kind: str, outer: str, program: str) -> None:
-    """A checkpoint in a checkpoint, and the same module beside the inner one."""
-
-    def run(module: Any, x: torch.Tensor) -> Any:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            return module[0](module[1](CHECKPOINTS[kind](lambda t: module[1](module[0](t)), module[0](x))))
-
-        return CHECKPOINTS[outer](function, x)
-
-    def without(module: Any, x: torch.Tensor) -> Any:
-        a, b = module
-        return a(b(b(a(a(x)))))
-
-    made = torch.nn.ModuleList([model(1), model(2)])
-    (got, weights), (want, others) = [
-        (
-            {f"dx {i}": x.grad for i, x in enumerate(PROGRAMS[program](each, how))} | fp8_state(each),
-            [p.grad for p in each.parameters()],
-        )
-        for each, how in ((made, run), (copy.deepcopy(made), without))
-    ]
-    assert not differences(got, want)
-    for a, b in zip(weights, others, strict=True):  # a reentrant one adds its calls' gradients in another order
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
-
-
-@pytest.mark.parametrize("program", ["in order", "in reverse"])
-@pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_a_whole_layer(kind: str, program: str) -> None:
-    """With FP8 attention, whose state is one of its own."""
-    recipe = DelayedScaling(amax_history_len=1, fp8_dpa=True)
-    torch.manual_seed(0)
-    layer = te.TransformerLayer(WIDTH, 2 * WIDTH, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
-    results = []
-    for each, run in ((layer, CHECKPOINTS[kind]), (copy.deepcopy(layer), plainly)):
-        xs = [(values(16, 1, WIDTH, seed=i) * 2.0 ** (4 * i)).requires_grad_() for i in (1, 2)]
-        ys = [low(run, each, x, recipe) for x in xs]
-        for y in ys:
-            y.square().mean().backward()
-        found = {f"dx {i}": x.grad for i, x in enumerate(xs)} | fp8_state(each)
-        results.append(found | {name: p.grad for name, p in each.named_parameters()})
-    assert not differences(*results)
-
-
-@kinds
-def test_counted_casts(kind: str) -> None:
-    """With check_finite a module hands counters to its layer in the place of its state."""
-
-    def program(module: Any, run: Run) -> list[torch.Tensor]:
-        xs = [batch(1), batch(2)]
-        ys = []
-        for x in xs:
-            with te.autocast(recipe=DELAYED, check_finite=True):
-                ys.append(run(module, x))
-        for y in ys:
-            y.sum().backward()
-        return xs
-
-    check(program, CHECKPOINTS[kind])
-
-
-def test_a_selective_checkpoint_sees_no_copies() -> None:
-    """It keeps results by the number of an operator, which has to be the same in both runs."""
-
-    def run(function: Any, x: torch.Tensor) -> Any:
-        policy = lambda ctx, op, *args, **kw: (  # noqa: E731
-            CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.clone.default else CheckpointPolicy.PREFER_RECOMPUTE
-        )
-        contexts = partial(create_selective_checkpoint_contexts, policy)
-        return te.checkpoint(lambda t: function(t.clone()).clone() * t, x, use_reentrant=False, context_fn=contexts)
-
-    def program(module: Any, run: Run) -> list[torch.Tensor]:
-        xs = [batch(1), batch(2)]
-        ys = [low(run, module, x) for x in xs]
-        for y in ys:
-            y.sum().backward()
-        return xs
-
-    module = model()
-    results = []
-    for each, how in ((module, run), (copy.deepcopy(module), lambda m, x: m(x) * x)):
-        xs = program(each, how)
-        results.append({f"dx {i}": x.grad for i, x in enumerate(xs)} | {"dw": each.weight.grad} | fp8_state(each))
-    assert not differences(*results)
-
-
-# --------------------------------------------------------------------------------- other precisions in between
-
-
 def mixed(module: Any, run: Run) -> list[torch.Tensor]:
     """Forwards in three precisions that await their backward at once."""
     xs = [batch(i) for i in (1, 2, 3)]
@@ -335,10 +223,96 @@ def backward_fails(module: Any, run: Run) -> list[torch.Tensor]:
     return [x]
 
 
-@pytest.mark.parametrize("program", [mixed, dropped, caught, under_no_grad, backward_fails])
+PROGRAMS: dict[str, Any] = {
+    "in order": partial(two_in_flight, 1),
+    "in reverse": partial(two_in_flight, -1),
+    **{f.__name__: f for f in (three_in_one, without_gradients, loaded, called_twice, partly_without, twice)},
+    **{f.__name__: f for f in (mixed, dropped, caught, under_no_grad, backward_fails)},
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @kinds
-def test_no_wrong_refusals(kind: str, program: Any) -> None:
+def test_the_scales_are_those_of_the_first_run(kind: str, program: str) -> None:
+    if program == "called_twice" and "reentrant" in kind:
+        return  # a region that ends without gradients updates nothing: its scales come later than the plain one's
+    check(PROGRAMS[program], CHECKPOINTS[kind])
+
+
+@pytest.mark.parametrize("program", ["in order", "in reverse", "without_gradients"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_checkpoints_of_ones_own(kind: str, program: str) -> None:
+    check(PROGRAMS[program], OTHERS[kind])
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@covering(turns=2, program=["in order", "in reverse"], outer=CHECKPOINTS, kind=CHECKPOINTS)
+def test_nested(kind: str, outer: str, program: str) -> None:
+    """A checkpoint in a checkpoint, and the same module beside the inner one."""
+
+    def run(module: Any, x: torch.Tensor) -> Any:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return module[0](module[1](CHECKPOINTS[kind](lambda t: module[1](module[0](t)), module[0](x))))
+
+        return CHECKPOINTS[outer](function, x)
+
+    def without(module: Any, x: torch.Tensor) -> Any:
+        a, b = module
+        return a(b(b(a(a(x)))))
+
+    made = torch.nn.ModuleList([model(1), model(2)])
+    (got, weights), (want, others) = [
+        (
+            {f"dx {i}": x.grad for i, x in enumerate(PROGRAMS[program](each, how))} | fp8_state(each),
+            [p.grad for p in each.parameters()],
+        )
+        for each, how in ((made, run), (copy.deepcopy(made), without))
+    ]
+    assert not differences(got, want)
+    for a, b in zip(weights, others, strict=True):  # a reentrant one adds its calls' gradients in another order
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
+
+
+@kinds
+def test_counted_casts(kind: str) -> None:
+    """With check_finite a module hands counters to its layer in the place of its state."""
+
+    def program(module: Any, run: Run) -> list[torch.Tensor]:
+        xs = [batch(1), batch(2)]
+        ys = []
+        for x in xs:
+            with te.autocast(recipe=DELAYED, check_finite=True):
+                ys.append(run(module, x))
+        for y in ys:
+            y.sum().backward()
+        return xs
+
     check(program, CHECKPOINTS[kind])
+
+
+def test_a_selective_checkpoint_sees_no_copies() -> None:
+    """It keeps results by the number of an operator, which has to be the same in both runs."""
+
+    def run(function: Any, x: torch.Tensor) -> Any:
+        policy = lambda ctx, op, *args, **kw: (  # noqa: E731
+            CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.clone.default else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return te.checkpoint(lambda t: function(t.clone()).clone() * t, x, use_reentrant=False, context_fn=contexts)
+
+    def program(module: Any, run: Run) -> list[torch.Tensor]:
+        xs = [batch(1), batch(2)]
+        ys = [low(run, module, x) for x in xs]
+        for y in ys:
+            y.sum().backward()
+        return xs
+
+    module = model()
+    results = []
+    for each, how in ((module, run), (copy.deepcopy(module), lambda m, x: m(x) * x)):
+        xs = program(each, how)
+        results.append({f"dx {i}": x.grad for i, x in enumerate(xs)} | {"dw": each.weight.grad} | fp8_state(each))
+    assert not differences(*results)
 
 
 @kinds

@@ -6,7 +6,6 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,13 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import te_torch as te
-from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_torch import updates
 from te_torch.autocast import active
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import differences, fp8_state, values
+from tests.world import differences, fp8_state, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 BF16 = torch.bfloat16
 CURRENT, BLOCK, DELAYED = Float8CurrentScaling(), Float8BlockScaling(), DelayedScaling(amax_history_len=4)
 RECIPES = {"none": None, "delayed": DELAYED, "current": CURRENT}
@@ -66,35 +63,6 @@ def test_a_recipe_of_another_kind_is_told() -> None:
         told.append([str(w.message) for w in seen if "Recipe type changed from" in str(w.message)])
     assert [len(each) for each in told] == [0, 0, 0, 1, 0]
     assert "from DelayedScaling to Float8CurrentScaling in Linear" in told[3][0]
-
-
-@pytest.mark.parametrize("enabled", [CURRENT, None, 1, "yes", torch.tensor(True)])
-def test_enabled_is_a_bool(enabled: Any) -> None:
-    """A recipe in its place would otherwise be taken for "on", and the default recipe computed."""
-    with pytest.raises(ArgumentError, match="enabled=.*recipe="):
-        te.autocast(enabled)
-
-
-@pytest.mark.parametrize("group", ["world", 0, [0, 1], CURRENT])
-def test_a_group_that_is_none(group: Any) -> None:
-    """Outside of a distributed job, where nobody would ask it anything, too."""
-    with pytest.raises(ArgumentError, match="amax_reduction_group=.*a process group"):
-        te.autocast(recipe=CURRENT, amax_reduction_group=group)
-
-
-@pytest.mark.parametrize(
-    ("make_region", "given", "wanted"),
-    [
-        (te.autocast, "fp8_recipe", "recipe="),
-        (te.autocast, "fp8_group", "amax_reduction_group="),
-        (te.fp8_autocast, "recipe", "fp8_recipe="),
-        (te.fp8_autocast, "amax_reduction_group", "fp8_group="),
-        (te.autocast, "recipes", "correct the name"),
-    ],
-)
-def test_the_other_functions_names(make_region: Any, given: str, wanted: str) -> None:
-    with pytest.raises(TypeError, match=f"{given}=.*{wanted}"):
-        make_region(**{given: CURRENT})
 
 
 @on_devices
@@ -260,13 +228,6 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "ours": partial(te.checkpoint, use_reentrant=False),
 }
 checkpoints = pytest.mark.parametrize("kind", CHECKPOINTS)
-MODULES: dict[str, Callable[[str], Any]] = {
-    "Linear": linear,
-    "LayerNormMLP": lambda device: te.LayerNormMLP(WIDTH, 96, params_dtype=BF16, device=device),
-    "TransformerLayer": lambda device: te.TransformerLayer(
-        WIDTH, 96, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=BF16, device=device
-    ),
-}
 
 
 def gradients(module: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -274,152 +235,6 @@ def gradients(module: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     for p in module.parameters():
         p.grad = None
     return found
-
-
-def check_step(kind: str, module: Any, twin: Any, recipe: Any, between: Callable[[Any], Any], number: int) -> None:
-    """A checkpointed step of `module`, with something in between, against a plain step of its twin."""
-    device = str(next(module.parameters()).device.type)
-    results = []
-    for each, run in ((module, CHECKPOINTS[kind]), (twin, lambda m, x: m(x))):
-        x = (number * batch(device, number)).requires_grad_()
-        with region(recipe):
-            y = run(each, x)
-        if each is module:
-            between(each)
-        y.backward(torch.ones_like(y))
-        results.append({"y": y.detach(), **gradients(each, x), **fp8_state(each)})
-    for name, want in results[1].items():
-        got = results[0][name]
-        same = torch.equal(got, want) if device == "cpu" else torch.allclose(got.float(), want.float(), 2e-2, 2e-2)
-        assert same, name
-
-
-def nothing(module: Any) -> None:
-    pass
-
-
-def elsewhere_without_grad(module: Any) -> None:
-    with torch.no_grad():
-        module(batch(next(module.parameters()).device.type))
-
-
-def elsewhere_in_another_recipe(module: Any) -> None:
-    with torch.no_grad(), te.autocast(recipe=BLOCK):
-        module(batch(next(module.parameters()).device.type))
-
-
-def elsewhere_with_grad(module: Any) -> None:
-    module(batch(next(module.parameters()).device.type)).sum()
-
-
-def elsewhere_in_evaluation(module: Any) -> None:
-    module.eval()
-    with torch.inference_mode():
-        module(batch(next(module.parameters()).device.type))
-    module.train()
-
-
-BETWEEN = {
-    f.__name__: f
-    for f in (
-        nothing,
-        elsewhere_without_grad,
-        elsewhere_in_another_recipe,
-        elsewhere_with_grad,
-        elsewhere_in_evaluation,
-    )
-}
-
-
-# A whole layer is tried with the two that matter most.
-WITHIN = [
-    (name, between)
-    for name in MODULES
-    for between in BETWEEN
-    if name == "Linear" or between in ("nothing", "elsewhere_in_another_recipe")
-]
-
-
-# In this order a linear in FP8 meets torch's checkpoints with another recipe in between.
-@on_devices
-@covering(turns=2, within=[f"{name}-{between}" for name, between in WITHIN], recipe=RECIPES, kind=reversed(CHECKPOINTS))
-def test_the_precision_belongs_to_the_call(within: str, recipe: str, kind: str, device: str) -> None:
-    """Whatever other forwards come between a checkpointed forward and its backward."""
-    name, between = within.split("-")
-    module = MODULES[name](device)
-    twin = copy.deepcopy(module)
-    for number in (1, 3):
-        check_step(kind, module, twin, RECIPES[recipe], BETWEEN[between], number)
-
-
-@on_devices
-@checkpoints
-def test_two_calls_in_different_precisions(kind: str, device: str) -> None:
-    module = linear(device)
-    twin = copy.deepcopy(module)
-
-    def two(run: Callable[..., Any], each: Any) -> dict[str, torch.Tensor]:
-        x = batch(device).requires_grad_()
-        with region(CURRENT):
-            a = run(each, x)
-        b = run(each, x)
-        (a.sum() + 3 * b.sum()).backward()
-        return gradients(each, x)
-
-    assert not differences(two(CHECKPOINTS[kind], module), two(lambda m, x: m(x), twin))
-
-
-@on_devices
-@covering(turns=2, inside=["region outside", "region inside"], outer=CHECKPOINTS, kind=CHECKPOINTS)
-def test_nested(kind: str, outer: str, inside: str, device: str) -> None:
-    model = torch.nn.ModuleList([linear(device, 1), linear(device, 2)])
-    twin = copy.deepcopy(model)
-
-    def both(m: Any, run: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        with region(CURRENT) if inside == "region inside" else nullcontext():
-            return run(m[1], run(m[0], x))
-
-    def plainly(f: Any, x: torch.Tensor) -> torch.Tensor:
-        return f(x)
-
-    results = []
-    for m, run, around in ((model, CHECKPOINTS[kind], CHECKPOINTS[outer]), (twin, plainly, plainly)):
-        x = batch(device).requires_grad_()
-        with nullcontext() if inside == "region inside" else region(CURRENT):
-            y = around(partial(both, m, run), x)
-        if m is model:
-            elsewhere_in_another_recipe(m[0])
-        y.sum().backward()
-        results.append({"y": y.detach(), **gradients(m, x)})
-    assert not differences(*results)
-
-
-@on_devices
-@checkpoints
-def test_backward_twice(kind: str, device: str) -> None:
-    module = linear(device)
-    x = batch(device).requires_grad_()
-    with region(CURRENT):
-        y = CHECKPOINTS[kind](module, x)
-    y.sum().backward(retain_graph=True)
-    once = gradients(module, x)
-    x.grad = None
-    elsewhere_without_grad(module)
-    y.sum().backward()
-    assert not differences(gradients(module, x), once)
-
-
-@on_devices
-@checkpoints
-def test_sloppy_evaluation_is_forgiven(kind: str, device: str) -> None:
-    """Evaluated in another precision with gradients on and through the checkpoint."""
-    module = linear(device)
-    twin = copy.deepcopy(module)
-    for number in (1, 2):
-        check_step(kind, module, twin, CURRENT, nothing, number)
-        module.eval()
-        CHECKPOINTS[kind](module, batch(device).requires_grad_())
-        module.train()
 
 
 @on_devices
@@ -443,31 +258,6 @@ def test_forwards_in_hooks_have_the_precision_around_them(device: str) -> None:
     y.sum().backward()
     assert seen[0] == {"bfloat16"} and seen[1] != seen[0]
     assert not differences({"dx": x.grad}, {"dx": plain_gradient(module, other, device)})
-
-
-@on_devices
-@checkpoints
-def test_a_hook_in_a_checkpointed_model(kind: str, device: str) -> None:
-    """The module that the hook calls has a forward that is still to be run again: the two are told apart."""
-    module = linear(device)
-    twin = copy.deepcopy(module)
-    seen = []
-
-    def hook(grad: torch.Tensor) -> torch.Tensor:
-        module(batch(device))
-        seen.append(family(module))
-        return grad
-
-    results = []
-    for each, run in ((module, CHECKPOINTS[kind]), (twin, lambda m, x: m(x))):
-        x = batch(device).requires_grad_()
-        with region(CURRENT):
-            y = run(each, x)
-        if each is module:
-            y.register_hook(hook)
-        y.sum().backward()
-        results.append(gradients(each, x))
-    assert seen == [{"bfloat16"}] and not differences(*results)
 
 
 def plain_gradient(module: Any, other: Any, device: str) -> torch.Tensor:
@@ -497,16 +287,6 @@ def test_arguments_of_checkpoint() -> None:
         assert name == "here" and seen == [(2.0, 1.0, "here", False), (2.0, 1.0, "here", True)]
         assert torch.allclose(x.grad, 2 * torch.cos(torch.tensor(2.0)).expand(3))
     assert active.running is None and active.region is None
-
-
-def test_the_older_order_of_checkpoint() -> None:
-    x = torch.ones(3, requires_grad=True)
-    with pytest.warns(DeprecationWarning, match="by name"):
-        te.checkpoint(torch.sin, False, te.CudaRNGStatesTracker, None, x)
-    with pytest.raises(ArgumentError, match="callable"):
-        te.checkpoint(x, torch.sin)
-    te.checkpoint(torch.sin, x, tp_group=None).sum().backward()
-    assert torch.equal(x.grad, torch.cos(x.detach()))
 
 
 def test_an_error_in_a_checkpoint_leaves_no_trace() -> None:

@@ -11,14 +11,11 @@ import torch
 from torch import nn
 
 import te_torch as te
-from te_core.errors import ArgumentError
 from te_torch.tools import foreign_norms
 from te_torch.tools.convert import convert
-from tests.backends import devices
-from tests.module_steps import randomise, values
+from tests.backends import on_devices
 from tests.tolerances import DB, snr_db
-
-on_devices = pytest.mark.parametrize("device", devices())
+from tests.world import randomise, values
 
 
 @pytest.fixture(autouse=True)
@@ -203,20 +200,3 @@ def test_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.ModuleDict({"norm": LlamaNorm(8), "other": Elsewhere(8)})
     assert [row.name for row in convert(model).converted] == ["norm"] and model["norm"].weight.is_meta
-
-
-def test_wrong_registrations() -> None:
-    for given, options, said in (
-        (LlamaNorm(8), {}, "a class of torch modules, or its full name"),
-        ("LlamaNorm", {}, "its full name"),
-        (dict, {}, "a class of torch modules"),
-        (nn.LayerNorm, {}, "is swapped without being registered"),
-        (te.RMSNorm, {}, "is swapped without being registered"),
-        (LlamaNorm, {"like": nn.RMSNorm}, "te.RMSNorm or te.LayerNorm"),
-        (LlamaNorm, {"like": "RMSNorm"}, "te.RMSNorm or te.LayerNorm"),
-        (LlamaNorm, {"eps": -1.0}, "eps"),
-        (LlamaNorm, {"weight": 5}, "weight"),
-        (LlamaNorm, {"zero_centered_gamma": "yes"}, "zero_centered_gamma"),
-    ):
-        with pytest.raises(ArgumentError, match=said):
-            te.register_norm(given, **options)

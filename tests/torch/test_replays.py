@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from tests.backends import devices
 from tests.covering import covering
 from tests.null_device import null_device
 from tests.recipes import region, rule
-from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
+from tests.world import HIDDEN, ROWS, TAPED, bits, drawn, made, passed, same, training
 
 
 class Used:
@@ -60,19 +59,12 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[Used]:
 
 
 def steps(module: Any, count: int = 3, recipe: Any = "delayed", **options: Any) -> list[dict[str, Any]]:
-    return [step(module, drawn(ROWS, 2, HIDDEN), recipe, **options) for _ in range(count)]
+    return [passed(module, drawn(ROWS, 2, HIDDEN), recipe, **options) for _ in range(count)]
 
 
-@covering(name=MODULES, recipe=[None, "delayed", "current", "block"])
+@covering(name=TAPED, recipe=[None, "delayed", "current", "block"])
 def test_every_layer_takes_it(used: Used, name: str, recipe: str | None) -> None:
-    """From the second call on, and the bits are those of the interpreted layers."""
-
-    def program() -> Any:
-        return steps(made(name), 4, recipe)
-
-    same(program)
-    taped.set_when("first")
-    used.forward = used.backward = 0
+    """From the second call on."""
     module = made(name)
     steps(module, 1, recipe)
     first = used.forward, used.backward
@@ -274,7 +266,7 @@ def test_gradients_that_go_elsewhere(used: Used, name: str, recipe: str | None) 
         module, found = accumulating(name), []
         for turn in range(3):
             for micro in range(4):
-                found.append(step(module, drawn(ROWS, 2, HIDDEN), recipe, is_first_microbatch=micro == 0))
+                found.append(passed(module, drawn(ROWS, 2, HIDDEN), recipe, is_first_microbatch=micro == 0))
             found.append([None if t is None else t.clone() for t in sums(module)])
             for weight in module.parameters():
                 if hasattr(weight, "main_grad"):
@@ -414,7 +406,7 @@ def test_more_calls_than_are_remembered(used: Used, monkeypatch: pytest.MonkeyPa
     def turn(*rows: int) -> int:
         before = used.forward
         for count in rows:
-            step(module, drawn(count, 2, HIDDEN), None)
+            passed(module, drawn(count, 2, HIDDEN), None)
         return used.forward - before
 
     assert (turn(3, 4, 5), turn(3, 4, 5), turn(5, 4, 5, 4), turn(3)) == (0, 0, 4, 0)
@@ -458,35 +450,6 @@ def test_a_state_that_is_renewed(used: Used) -> None:
 
     same(program)
     assert used.forward and used.backward
-
-
-def test_threads(used: Used) -> None:
-    """One tape, eight threads, each with its module and its numbers."""
-    modules = [made("LayerNormMLP") for _ in range(8)]
-    xs = [drawn(ROWS, 2, HIDDEN) for _ in modules]
-
-    def results(module: Any, x: torch.Tensor) -> Any:
-        found = []
-        for _ in range(6):
-            x = x.detach().requires_grad_()
-            with region("current"):
-                y = module(x)
-            y.sum().backward()
-            found.append((y, x.grad))
-        return bits(found)
-
-    wanted = [results(m, x) for m, x in zip(modules, xs, strict=True)]
-    got: dict[int, Any] = {}
-
-    def run(i: int) -> None:
-        got[i] = results(modules[i], xs[i])
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [got[i] for i in range(8)] == wanted
 
 
 def test_autotuning_is_in_the_key(used: Used, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,8 @@ from te_torch.training.rng import (
     is_graph_safe_rng_state,
     set_all_rng_states,
 )
-from tests.backends import devices, requires_cuda
+from tests.backends import on_devices, requires_cuda
 
-on_devices = pytest.mark.parametrize("device", devices())
 NAME = "model-parallel-rng"
 
 
@@ -198,35 +197,25 @@ def test_a_class_of_the_users_own() -> None:
         torch.rand(2)
 
 
-def test_mistakes() -> None:
+def test_what_is_refused_changes_nothing() -> None:
+    """(What is said: tests/messages/torch_training.py.)"""
     tracker = tracker_of("cpu", other=8)
-    with pytest.raises(RuntimeError, match=r"add: got the name 'other', which a stream has.*choose another name"):
-        tracker.add("other", 9)
-    with pytest.raises(RuntimeError, match=r"add: got the seed 7, which a stream has.*not one of \[7, 8\]"):
-        tracker.add("third", 7)
-    for seed in ("7", 1.5, None):
-        with pytest.raises(ArgumentError, match="add: got seed=.*an integer"):
-            tracker.add("third", seed)  # type: ignore[arg-type]
+    for name, seed in (("other", 9), ("third", 7), ("third", "7")):
+        with pytest.raises((RuntimeError, ArgumentError)):
+            tracker.add(name, seed)  # type: ignore[arg-type]
     assert tracker.seeds_ == {7, 8} and "third" not in tracker.states_
     kept = tracker.get_states()
     for state in (5, "a", None, torch.zeros(3, dtype=torch.uint8), torch.zeros(5056)):
         for set_states in (tracker.set_states, set_all_rng_states):
             with pytest.raises(ArgumentError, match=f"{set_states.__name__}: got the stream 'other' as .*get_states"):
                 set_states({"other": state})  # type: ignore[dict-item]
-    with pytest.raises(ArgumentError, match=r"set_states: got 5\. Allowed: streams by their names"):
-        tracker.set_states(5)  # type: ignore[arg-type]
     assert tracker.get_states() == kept
     before = torch.get_rng_state()
     with pytest.raises(KeyError) as caught, tracker.fork("expert"):
         pass
-    assert isinstance(caught.value, ArgumentError)
-    assert str(caught.value).startswith("CudaRNGStatesTracker.fork: got the name 'expert'. Allowed: the name of a str")
-    assert f"one of ['{NAME}', 'other']" in str(caught.value) and "add('expert', seed) first" in str(caught.value)
     assert torch.equal(before, torch.get_rng_state())
     with pytest.raises(KeyError, match="expert"):
         te.Linear(8, 8, get_rng_state_tracker=lambda: tracker, rng_tracker_name="expert", device="cpu")
-    with pytest.raises(ArgumentError, match="returns None.*an RNG tracker: an object with get_states, set_states"):
-        te.Linear(8, 8, get_rng_state_tracker=lambda: None, device="cpu")
     again = pickle.loads(pickle.dumps(caught.value))
     assert type(again) is type(caught.value) and str(again) == str(caught.value)
 
@@ -339,28 +328,6 @@ def test_copies_draw_from_the_same_tracker(device: str) -> None:
     assert torch.equal(again(*qkv), first) and torch.equal(module(*qkv), second)
 
 
-@on_devices
-def test_compiled_draws_come_from_the_tracker(device: str) -> None:
-    """The same numbers as in eager code, and both go on along one stream."""
-    torch._dynamo.reset()
-    options = {"attention_dropout": 0.3, "hidden_dropout": 0.3, "drop_path_rate": 0.2, "sequence_parallel": True}
-    tracker = tracker_of(device)
-    eager = layer(tracker, device, **options)
-    compiled = torch.compile(eager, backend="aot_eager", fullgraph=True)
-    start, results = tracker._mark(), []
-    for model in (eager, compiled):
-        start()
-        for _ in range(2):
-            x = batch(device).requires_grad_()
-            y = model(x)
-            y.backward(batch(device))
-            results.append((y, x.grad))
-    for got, expected in zip(results[2:], results[:2], strict=True):
-        for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b)
-    assert not torch.allclose(results[0][0], results[1][0])
-
-
 def test_a_tracker_of_the_users_own() -> None:
     """Anything with `fork` serves modules; an error in what it draws is the user's to see."""
 
@@ -413,43 +380,6 @@ def test_a_fork_in_a_graph() -> None:
     assert len({tuple(t.tolist()) for t in seen}) == len(seen), "no numbers twice"
     with trackers[0].fork():  # eager code goes on where the replays are
         assert torch.equal(torch.rand(64, device="cuda"), first(64))
-
-
-@requires_cuda
-def test_a_captured_layer_draws_from_the_tracker() -> None:
-    """Attention's and hidden dropout of a captured step equal those of an eager one, replay by replay."""
-    options: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "sequence_parallel": True}
-    tracker, twin = tracker_of("cuda"), tracker_of("cuda")
-    model = layer(tracker, "cuda", **options)
-    other = layer(twin, "cuda", **options)
-    other.load_state_dict(model.state_dict())
-    x, y = (batch("cuda").requires_grad_() for _ in range(2))
-
-    def step(each: Any, leaf: torch.Tensor) -> torch.Tensor:
-        leaf.grad = None
-        out = each(leaf)
-        out.backward(batch_gradient)
-        return out
-
-    batch_gradient = batch("cuda").roll(1, 0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(model, x)
-            step(other, y)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    for state in tracker.get_states().values():
-        graph.register_generator_state(state)
-    with torch.cuda.graph(graph):
-        captured = step(model, x)
-    twin.set_states({n: s.get_state() for n, s in tracker.get_states().items()})
-    for _ in range(3):
-        graph.replay()
-        expected = step(other, y)
-        assert torch.equal(captured, expected)
-        torch.testing.assert_close(x.grad, y.grad)
 
 
 @requires_cuda

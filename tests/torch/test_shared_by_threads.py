@@ -25,8 +25,8 @@ from te_torch import state as scaling
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.training import fsdp
 from te_torch.training.graphs import make as graphs
-from tests.module_steps import values
 from tests.threads import switching, together
+from tests.world import values
 
 WIDTH = 32
 NEWEST = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")

@@ -1,61 +1,26 @@
-"""A layer's call that is replayed gives the bits that the layer itself gives, however it is called and whatever happens
-between two calls. What is not recorded says why. (Memory and tapes themselves: test_tapes_memory.py.)
+"""What a layer's replayed calls give whatever happens between two of them, on several threads, and what is not recorded
+and why. (Ways of running: test_ways.py. Memory and tapes themselves: test_tapes_memory.py.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import te_torch as te
-from te_core.recipe import DelayedScaling
-from tests.backends import devices
+from te_core.recipe import CustomRecipe, DelayedScaling
+from te_core.tape import taped
+from tests.backends import on_devices
 from tests.covering import covering
 from tests.recipes import KINDS, RECIPES, region
-from tests.tape_steps import GEMM_MODULES, HIDDEN, MODULES, ROWS, drawn, made, same, step, training
+from tests.recordings import tapes
+from tests.threads import together
+from tests.world import HIDDEN, ROWS, TAPED, TAPED_GEMMS, bits, drawn, made, passed, same, training
 
-on_devices = pytest.mark.parametrize("device", devices())
-
-
-# ------------------------------------------------------------------------------------------------- modules, recipes
-
-
-@on_devices
-@covering(turns=2, name=MODULES, recipe=[None, *KINDS])
-def test_training(name: str, recipe: str | None, device: str) -> None:
-    """Three steps: values, gradients, weights, scales and histories."""
-    same(lambda: training(made(name, device), recipe))
-
-
-@covering(
-    recipe=["current high_precision", "block dequantized", "delayed e4m3", "nvfp4 rows"],
-    name=["Linear", "LayerNormMLP gated"],
-)
-def test_other_backwards_and_options(name: str, recipe: str) -> None:
-    same(lambda: training(made(name), recipe))
-
-
-@pytest.mark.parametrize("off", ["weight", "bias", "layer_norm_weight", "all"])
-def test_frozen_parameters(off: str) -> None:
-    def program() -> Any:
-        module = made("LayerNormLinear")
-        for name, p in module.named_parameters():
-            p.requires_grad_(off != "all" and not name.startswith(off))
-        return training(module, "current")
-
-    same(program)
-
-
-@covering(
-    options=[{"return_layernorm_output": True}, {"return_bias": True}],
-    name=["LayerNormLinear", "LayerNormMLP"],
-    recipe=[None, "delayed", "block"],
-)
-def test_more_than_one_result(name: str, options: dict[str, bool], recipe: str | None) -> None:
-    same(lambda: training(made(name, **options), recipe, steps=2))
+# ----------------------------------------------------------------------------------- between two calls
 
 
 def test_only_the_second_result_is_used() -> None:
@@ -71,44 +36,21 @@ def test_only_the_second_result_is_used() -> None:
     same(program)
 
 
-# -------------------------------------------------------------------------------------------------------- weights
-
-
 @pytest.mark.parametrize("recipe", KINDS)
 def test_a_quantized_weight_gains_and_loses_a_copy(recipe: str) -> None:
     def program() -> Any:
         with te.quantized_model_init(recipe=RECIPES[recipe]):
             module = te.Linear(HIDDEN, 48, device="cpu")
-        found = [step(module, drawn(ROWS, HIDDEN), recipe)]
+        found = [passed(module, drawn(ROWS, HIDDEN), recipe)]
         for has in (False,) if recipe == "mxfp8" else (False, True, False, True):  # mxfp8 cannot make one of the other
             module.weight.update_usage(rowwise_usage=True, columnwise_usage=has)
-            found.append(step(module, drawn(ROWS, HIDDEN), recipe))
+            found.append(passed(module, drawn(ROWS, HIDDEN), recipe))
         return found
 
     same(program)
 
 
-@covering(name=GEMM_MODULES, recipe=[None, *KINDS])
-def test_gradients_that_go_into_main_grad(name: str, recipe: str | None) -> None:
-    """It moves, has another dtype, and is overwritten, from one step to the next."""
-
-    def program() -> Any:
-        module, found = made(name, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True), []
-        weights = [p for p in module.parameters() if p.ndim == 2]
-        for i in range(6):
-            for w in weights:
-                if i in (0, 1, 3):  # other memory
-                    w.main_grad = torch.zeros(w.shape, dtype=torch.bfloat16 if i == 3 else torch.float32)
-                w.overwrite_main_grad = i == 4
-            x = drawn(ROWS, HIDDEN, dtype=torch.bfloat16)
-            found.append(step(module, x, recipe, is_first_microbatch=i == 5))
-            found.append([w.main_grad.clone() for w in weights])
-        return found
-
-    same(program)
-
-
-@covering(name=GEMM_MODULES, recipe=[None, "delayed", "block"])
+@covering(name=TAPED_GEMMS, recipe=[None, "delayed", "block"])
 def test_weights_in_other_places(name: str, recipe: str | None) -> None:
     """Parameters and state that are exchanged, converted and loaded between steps."""
 
@@ -119,7 +61,7 @@ def test_weights_in_other_places(name: str, recipe: str | None) -> None:
         module.load_state_dict(other.state_dict(), assign=True)
         found.append(training(module, recipe, 2))
         module.to(torch.bfloat16)
-        found += [step(module, drawn(ROWS, HIDDEN, dtype=torch.bfloat16), recipe) for _ in range(2)]
+        found += [passed(module, drawn(ROWS, HIDDEN, dtype=torch.bfloat16), recipe) for _ in range(2)]
         module.to(torch.float32)
         found.append(training(module, recipe, 2))
         with torch.no_grad():
@@ -147,33 +89,6 @@ def test_another_history() -> None:
                 y = module(x)
             y.square().sum().backward()
             found.append([y, x.grad, [t.clone() for t in module.buffers()]])
-        return found
-
-    same(program)
-
-
-# --------------------------------------------------------------------------------------------------------- inputs
-
-
-@covering(name=MODULES, recipe=[None, "delayed", "mxfp8"])
-def test_inputs_and_gradients_that_lie_otherwise(name: str, recipe: str | None) -> None:
-    """Transposed, in the middle of a larger tensor, expanded."""
-
-    def program() -> Any:
-        module, found = made(name), []
-        lying: list[Callable[[], torch.Tensor]] = [
-            lambda: drawn(2, ROWS, HIDDEN).transpose(0, 1),
-            lambda: drawn(ROWS + 1, 2, HIDDEN)[1:],
-            lambda: drawn(ROWS * 2 * HIDDEN + 1)[1:].view(ROWS, 2, HIDDEN),
-            lambda: drawn(ROWS, 1, HIDDEN).expand(ROWS, 2, HIDDEN),
-            lambda: drawn(ROWS, 2, HIDDEN + 3)[..., :HIDDEN],
-        ]
-        for make in (*lying, *lying):
-            x = make().requires_grad_()
-            with region(recipe):
-                y = module(x)
-            y.backward(make()[..., : y.shape[-1]] if y.shape[-1] <= HIDDEN else torch.ones(()).expand(y.shape))
-            found.append([y, x.grad, *[p.grad.clone() for p in module.parameters()]])
         return found
 
     same(program)
@@ -215,14 +130,162 @@ def test_attention(mask: str, form: str, dropout: float, device: str) -> None:
     same(program)
 
 
-@covering(
-    options=[{"num_gqa_groups": 2}, {"input_layernorm": True}, {"qk_norm_type": "RMSNorm"}],
-    recipe=[None, "delayed", "current"],
-)
-def test_multihead(options: dict[str, Any], recipe: str | None) -> None:
-    def program() -> Any:
-        module = te.MultiheadAttention(HIDDEN, 4, attention_dropout=0.1, fuse_qkv_params=True, device="cpu", **options)
-        turn = te.RotaryPositionEmbedding(HIDDEN // 4).cpu()(ROWS)
-        return training(module, recipe, rotary_pos_emb=turn)
+# ----------------------------------------------------------------------------------- threads
 
-    same(program)
+
+@covering(name=TAPED, recipe=[None, "delayed", "mxfp8"])
+def test_two_threads_with_a_module_each(name: str, recipe: str | None) -> None:
+    """They make and run the same tapes."""
+    recipe_steps = 6
+    inputs = [[drawn(ROWS, 2, HIDDEN) for _ in range(recipe_steps)] for _ in range(2)]
+    modules = [made(name) if name != "TransformerLayer" else _without_dropout() for _ in range(4)]
+
+    def program(module: Any, xs: list[torch.Tensor]) -> Any:
+        found = []
+        for x in xs:
+            x = x.clone().requires_grad_()
+            with region(recipe):
+                y = module(x)
+            y.backward(torch.ones_like(y))
+            found.append([y, x.grad, [t.clone() for t in module.buffers()]])
+        return found
+
+    with tapes("never"):
+        wanted = [program(m, xs) for m, xs in zip(modules[:2], inputs, strict=True)]
+    with tapes("first") as ran:
+        got = together(*(partial(program, m, xs) for m, xs in zip(modules[2:], inputs, strict=True)))
+    assert bits(got) == bits(wanted) and ran.replayed and not ran.interpreted
+
+
+def _without_dropout() -> Any:
+    module = made("TransformerLayer")
+    for part in module.modules():
+        for name in ("hidden_dropout", "attention_dropout"):
+            if hasattr(part, name):
+                setattr(part, name, 0.0)
+    return module.eval()
+
+
+@covering(name=["Linear", "LayerNormMLP", "TransformerLayer"], recipe=[None, "current", "block"])
+def test_two_threads_with_one_module(name: str, recipe: str | None) -> None:
+    module = made(name).eval()
+    inputs = [[drawn(n, 2, HIDDEN) for n in (16, 32, 16, 32)] for _ in range(2)]
+
+    def program(xs: list[torch.Tensor]) -> Any:
+        with torch.no_grad():
+            found = []
+            for x in xs * 3:
+                with region(recipe):
+                    found.append(module(x))
+            return found
+
+    with tapes("never"):
+        wanted = [program(xs) for xs in inputs]
+    with tapes("first") as ran:
+        assert bits(together(*(partial(program, xs) for xs in inputs))) == bits(wanted)
+    assert ran.replayed and not ran.interpreted
+
+
+# --------------------------------------------------------------------------------------- what is not recorded
+
+
+class Looks:
+    """An inspector that sees one GEMM's input."""
+
+    request = frozenset({("fprop", "activation")})
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def inspect(self, *arguments: Any) -> Any:
+        self.seen += 1
+        return None
+
+
+def test_an_inspector_sees_every_call() -> None:
+    with tapes("first") as ran:
+        module, looks = made("Linear"), Looks()
+        training(module, "current", 2)
+        module.inspector = looks
+        training(module, "current", 3)
+        assert looks.seen == 3
+        module.inspector = None
+        training(module, "current", 2)
+    assert ran.replayed == 8 and set(ran.interpreted) == {"an inspector looks on"}
+
+
+class Halves(te.Quantizer):
+    """A user's own format: multiples of 1/2."""
+
+    def __init__(self) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        self.calls = 0
+
+    def quantize(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        self.calls += 1
+        return (tensor * 2).round() / 2
+
+
+def test_a_users_quantizer_is_called_each_time() -> None:
+    mine, plain, calls = Halves(), te.IdentityQuantizer(), []
+    recipe = CustomRecipe(qfactory=lambda role: mine if role is not None and role.tensor_type == "weight" else plain)
+    with tapes("first") as ran:
+        module = made("LayerNormLinear")
+        for _ in range(3):
+            with te.autocast(recipe=recipe):
+                module(drawn(ROWS, HIDDEN)).sum().backward()
+            calls.append(mine.calls)
+    assert calls[0] and calls == [calls[0] * n for n in (1, 2, 3)]
+    assert ran.replayed == 0 and dict(ran.interpreted) == {"a user's quantizer": 6}
+
+
+def test_weight_gradients_that_are_computed_later() -> None:
+    def program() -> Any:
+        module, found = made("LayerNormMLP", delay_wgrad_compute=True), []
+        for _ in range(2):
+            found.append(passed(module, drawn(ROWS, 2, HIDDEN), "current"))
+            module.backward_dw()
+            found.append([p.grad.clone() for p in module.parameters()])
+        return found
+
+    ran = same(program, "weight gradients that are computed later")
+    assert ran.interpreted.total() == 2
+
+
+def test_shapes_alone() -> None:
+    with tapes("first") as ran:
+        module = te.Linear(HIDDEN, 48, device="meta")
+        module(torch.empty(ROWS, HIDDEN, device="meta")).sum().backward()
+    assert not ran.replayed and set(ran.interpreted) == {taped.SHAPES} and not taped.tapes()
+
+
+def test_groups() -> None:
+    def program() -> Any:
+        module = te.GroupedLinear(2, HIDDEN, 48, device="cpu")
+        x = drawn(ROWS, HIDDEN).requires_grad_()
+        y = module(x, [10, 6])
+        y.sum().backward()
+        return y, x.grad
+
+    same(program, "sizes of groups that the host knows", replays=False)
+
+
+def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program() -> Any:
+        return training(made("LayerNormMLP"), "delayed")
+
+    with tapes("never") as ran:
+        program()
+    assert (ran.replayed, ran.recorded, dict(ran.interpreted)) == (0, 0, {})
+    with tapes("second") as ran:
+        program()
+    at_the_second = 4, 2, {"met for the first time": 2}
+    assert (ran.replayed, ran.recorded, dict(ran.interpreted)) == at_the_second
+    monkeypatch.delenv("TE_CORE_TAPES", raising=False)  # the suite sets it
+    with tapes("never") as ran:
+        taped.set_when(None)
+        program()
+    assert (ran.replayed, ran.recorded, dict(ran.interpreted)) == at_the_second
+    with tapes("first") as ran:
+        program()
+    assert (ran.replayed, ran.recorded, dict(ran.interpreted)) == (6, 2, {})

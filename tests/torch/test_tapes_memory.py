@@ -23,10 +23,7 @@ from tests.covering import covering
 from tests.null_device import null_device
 from tests.recipes import KINDS, RECIPES, region
 from tests.recordings import tapes
-from tests.tape_steps import HIDDEN, MODULES, ROWS, drawn, made
-
-each_module = pytest.mark.parametrize("name", MODULES)
-
+from tests.world import HIDDEN, ROWS, TAPED, drawn, made
 
 # ----------------------------------------------------------------------------------------------------- the peak
 
@@ -86,7 +83,7 @@ def peaks(name: str, recipe: str | None, rows: int, how: str, setting: str) -> l
     return found
 
 
-@covering(name=MODULES, recipe=[None, *KINDS], rows=[ROWS, 500], how=["released", "kept", "no gradients"])
+@covering(name=TAPED, recipe=[None, *KINDS], rows=[ROWS, 500], how=["released", "kept", "no gradients"])
 def test_a_replay_never_takes_more_at_the_peak(name: str, recipe: str | None, rows: int, how: str) -> None:
     replayed, interpreted = (peaks(name, recipe, rows, how, setting) for setting in ("first", "never"))
     assert all(a <= b for a, b in zip(replayed, interpreted, strict=True)), (replayed, interpreted)
@@ -133,12 +130,12 @@ def use(module: Any, recipe: str | None, watched: Watched, grad: bool) -> None:
 
 
 @pytest.mark.usefixtures("no_gc")
-@covering(name=MODULES, recipe=[None, *KINDS], held=["plain", "quantized"])
+@covering(name=TAPED, recipe=[None, *KINDS], held=["plain", "quantized"])
 def test_nothing_of_a_call_lives_on(name: str, recipe: str | None, held: str) -> None:
     """Neither of those that recorded nor of replays; and when the module has gone, nothing of it."""
     options = {"fuse_qkv_params": True} if name == "TransformerLayer" else {}
     with te.quantized_model_init(enabled=held == "quantized" and recipe is not None, recipe=RECIPES.get(recipe)):
-        module = MODULES[name](device="cpu", **options)
+        module = TAPED[name](device="cpu", **options)
     with tapes("first") as ran:
         watched = Watched()
         for grad in (False, True, False, True):
@@ -230,7 +227,7 @@ def test_shapes_that_come_again_are_all_recorded_in_the_end() -> None:
         ("TransformerLayer", None, 1, 0),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in product(MODULES, (None, "delayed", "current", "block"), (1, 2), (0, 50))
+            for case in product(TAPED, (None, "delayed", "current", "block"), (1, 2), (0, 50))
             if case not in (("LayerNormLinear", "delayed", 2, 50), ("TransformerLayer", None, 1, 0))
         ),
     ],
