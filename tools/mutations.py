@@ -56,6 +56,7 @@ class _Source:
         self.attributes: dict[str, list[str]] = defaultdict(list)
         self.names: dict[int, list[str]] = {}  # of the function in which a node stands
         self.texts: dict[int, list[str]] = {}
+        capitals = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id.isupper()]
         self.called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         for node in ast.walk(tree):  # from the outside in
             if isinstance(node, ast.Attribute):
@@ -66,7 +67,8 @@ class _Source:
                 names += [part.arg for part in inside if isinstance(part, ast.arg) and part.arg not in ("self", "cls")]
                 texts = [repr(part.value) for part in inside if isinstance(part, ast.Constant) and _is_word(part.value)]
                 for part in inside:
-                    self.names[id(part)], self.texts[id(part)] = names, texts
+                    capital = isinstance(part, ast.Name) and part.id.isupper()
+                    self.names[id(part)], self.texts[id(part)] = capitals if capital else names, texts
 
     def place(self, line: int, column: int) -> int:
         """Columns of a tree count bytes."""
