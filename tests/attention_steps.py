@@ -9,9 +9,7 @@ import torch
 
 from te_torch.attention import DotProductAttention
 from te_torch.attention.choose import FUSED, UNFUSED
-from tests.backends import devices
 
-on_devices = pytest.mark.parametrize("device", devices())
 HEADS, GROUPS, WIDTH, SEQ, BATCH = 4, 2, 16, 6, 3
 
 

@@ -20,12 +20,11 @@ from te_core import dtypes
 from te_core.backends.cpu import codec
 from te_torch.debug.watched import products_of
 from tests import recipes
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.core.covering_lists import covering_lists
 from tests.debug import conftest
 from tests.debug.conftest import FEATURES, MODULES, ROWS, WIDE, WIDTH, config, differ, step, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 made = partial(conftest.made, bias=False)
 Debugging = Callable[..., Any]
 

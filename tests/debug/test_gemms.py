@@ -12,14 +12,13 @@ import torch
 import te_torch as te
 from te_core.errors import UnsupportedError
 from tests import recipes
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.core.covering_lists import covering_lists
 from tests.debug import conftest
 from tests.debug.conftest import MODULES, ROWS, WIDTH, config, differ, made, values
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 SETS = [chosen for n in range(4) for chosen in combinations(GEMMS, n)]
-on_devices = pytest.mark.parametrize("device", devices())
 
 
 def step(module: Any, device: str, recipe: str | None = "delayed", **options: Any) -> dict[str, torch.Tensor]:

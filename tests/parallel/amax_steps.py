@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import te_torch as te
 from te_core.recipe import DelayedScaling
-from tests import module_steps
-from tests.module_steps import fp8_state, gradient_for, values
+from tests import world as module_steps
 from tests.parallel import steps
 from tests.parallel.ranks import Rank
 from tests.parallel.steps import sent_to
+from tests.world import fp8_state, gradient_for, values
 
 RULE = {"amax_history_len": 4}
 STEPS = 4

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import te_torch as te
-from tests.module_steps import values
 from tests.recipes import region, rule
+from tests.world import values
 
 WIDTH, ROWS, STEPS = 512, 32, 3
 KINDS = ("delayed", "current", "block", "mxfp8", "nvfp4 nearest")

@@ -24,10 +24,10 @@ from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Format
 from te_torch import amax_reduction, updates
 from te_torch import state as scaling
-from tests.module_steps import fp8_state, values
 from tests.parallel.amax_steps import RULE, backward, batch, counted, forward, make, region, train
 from tests.parallel.ranks import Rank, Ranks, meet
 from tests.parallel.steps import alike, by_ranks, error_of, everyones, says
+from tests.world import fp8_state, values
 
 
 def mine(rank: Rank) -> torch.Tensor:

@@ -25,7 +25,6 @@ from te_torch.state import ScalingState
 from te_torch.training.graphs import device as seam
 from tests.backends import requires_gpus
 from tests.fake_graphs import FakeDevice
-from tests.module_steps import fp8_state, values
 from tests.parallel.amax_steps import (
     RULE,
     RULES,
@@ -44,6 +43,7 @@ from tests.parallel.amax_steps import (
 )  # fmt: skip
 from tests.parallel.ranks import Rank
 from tests.parallel.steps import alike, by_ranks, error_of, graphed, on_cpu, same, says
+from tests.world import fp8_state, values
 
 #: How a module runs whose maxima are reduced.
 HOW = ("eager", "compiled", "graphed")

@@ -17,9 +17,9 @@ import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.tensors import DType
 from te_torch.training import collectives
-from tests.module_steps import region, values
 from tests.parallel.ranks import Rank
 from tests.parallel.steps import alike, by_ranks, counted, error_of, same, says, sent_to
+from tests.world import region, values
 
 ROWS, WIDTH = 128, 256
 E4M3 = DType.kFloat8E4M3

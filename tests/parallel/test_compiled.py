@@ -13,9 +13,9 @@ from torch import distributed as dist
 
 import te_torch as te
 from tests.backends import more_without_gpu
-from tests.module_steps import WIDTH, fp8_state, randomise, region, values
 from tests.parallel.ranks import Rank
 from tests.parallel.steps import by_ranks, replicated, same
+from tests.world import WIDTH, fp8_state, randomise, region, values
 
 LAYERS = 3
 pytestmark = more_without_gpu

@@ -9,11 +9,11 @@ import torch
 
 import te_torch as te
 from tests.covering import covering
-from tests.module_steps import values
 from tests.parallel.ranks import Rank, Ranks
 from tests.parallel.steps import replicated, same
 from tests.recipes import KINDS, region
 from tests.tolerances import snr_db
+from tests.world import values
 
 WIDTH, ROWS, STEPS = 128, 32, 3
 BF16 = {"params_dtype": torch.bfloat16}

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from tests.module_steps import values
 from tests.parallel.ranks import Rank
 from tests.parallel.steps import alike, by_ranks, everyones, place_of, replicated
 from tests.tolerances import snr_db
+from tests.world import values
 
 WIDTH, ROWS = 64, 32
 ROW = DelayedScaling(amax_history_len=4)

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import MixedPrecision, StateDictType
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_torch.training import fsdp
-from tests.module_steps import values
 from tests.parallel.ranks import Rank
 from tests.parallel.steps import by_ranks, counted, error_of, place_of, same, says, sent_to
 from tests.recipes import region, rule
+from tests.world import values
 
 WIDTH = 256
 

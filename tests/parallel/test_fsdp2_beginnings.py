@@ -18,11 +18,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import te_torch as te
 from te_core.errors import UnsupportedError
 from tests.covering import covering
-from tests.module_steps import values
 from tests.parallel.fsdp_steps import HELD, KINDS, ROWS, WIDTH, batch, build, mesh_of, own, plain, shard, train
 from tests.parallel.ranks import Rank, Ranks
 from tests.parallel.steps import alike, by_ranks, error_of, everyones, same, says
 from tests.recipes import region, rule
+from tests.world import values
 
 
 def uneven_values(rows: int, seed: int, columns: int = WIDTH) -> torch.Tensor:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import te_torch as te
 from te_torch.training.graphs import device as seam
 from tests.fake_graphs import FakeDevice
-from tests.module_steps import values
 from tests.parallel.ranks import Rank, Ranks
 from tests.parallel.tensor_steps import CUTS, joined, part
 from tests.recipes import KINDS, region, rule
 from tests.tolerances import snr_db
+from tests.world import values
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 128, 32, 4, 2
 FULL = pytest.mark.full

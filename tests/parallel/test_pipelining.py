@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
 from te_torch import shape_runs
-from tests.module_steps import values
 from tests.parallel.ranks import Rank
 from tests.parallel.steps import by_ranks, place_of, same
 from tests.recipes import region, rule
+from tests.world import values
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 64, 32, 4, 3
 STATE = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")

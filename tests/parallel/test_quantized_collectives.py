@@ -15,10 +15,10 @@ from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling
 from te_torch.tensors import collectives
 from tests.covering import covering
-from tests.module_steps import values
 from tests.parallel.ranks import Rank
 from tests.parallel.steps import alike, by_ranks, error_of, everyones, says
 from tests.recipes import region, rule
+from tests.world import values
 
 WIDTH, ROWS, STEPS = 128, 32, 3
 KINDS = ("delayed", "current", "block", "mxfp8", "nvfp4 nearest")

@@ -22,11 +22,11 @@ import te_torch as te
 from te_core.errors import UnsupportedError
 from te_torch.base.residual import Branch, bias_dropout_add
 from tests.covering import covering
-from tests.module_steps import values
 from tests.parallel.ranks import ROOT, Rank
 from tests.parallel.steps import by_ranks, error_of, same, says
 from tests.recipes import rule
 from tests.recordings import tapes
+from tests.world import values
 
 H, S, B = 64, 16, 2
 ATTENTION, MLP = "self_attention", "layernorm_mlp"

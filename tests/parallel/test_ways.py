@@ -22,13 +22,13 @@ from te_core.tape import taped
 from te_torch.training import fsdp
 from tests.backends import cuda_devices
 from tests.covering import covering
-from tests.module_steps import fp8_state, randomise, values
 from tests.parallel.debug_sessions import Session
 from tests.parallel.ranks import Rank
 from tests.parallel.steps import by_ranks, counted, graphed, on_cpu, place_of, replicated, same
 from tests.parallel.tensor_steps import spread, tensors
 from tests.recipes import KINDS, region
 from tests.tolerances import snr_db
+from tests.world import fp8_state, randomise, values
 
 STEPS, WIDTH, LAYERS = 3, 128, 3
 OPERANDS = ["activation", "weight", "gradient"]

@@ -17,10 +17,9 @@ import te_torch as te
 from te_torch.quantized import QuantizedTorch
 from tests import layer_draws
 from tests.layer_options import DTYPES, FP8
-from tests.module_steps import randomise, values
-from tests.tape_steps import bits
 from tests.threads import together
 from tests.torch.sequence_options import COMPOSED, Sequence
+from tests.world import bits, randomise, values
 
 Record = dict[str, Any]
 #: What hooks and inspectors of the run saw. They are copied and pickled with their modules, so they hold no run.

@@ -32,11 +32,11 @@ from tests.attention_steps import (
 )
 from tests.backends import devices, requires_cuda
 from tests.covering import covering
-from tests.module_steps import differences, randomise, values
-from tests.module_steps import step as layer_step
 from tests.null_device import null_device
 from tests.reference import attention as reference
 from tests.tolerances import snr_db
+from tests.world import differences, randomise, values
+from tests.world import step as layer_step
 
 #: Rows of six places, "x" for a token, "." for padding.
 LAYOUTS = {

@@ -20,10 +20,9 @@ from te_torch.attention.dot_product import DotProductAttention
 from te_torch.autocast import number_of, precision_of
 from te_torch.tensors import Float8Tensor
 from te_torch.transformer.multihead import MultiheadAttention
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.tolerances import DB, snr_db
 
-on_devices = pytest.mark.parametrize("device", devices())
 HEADS, WIDTH = 4, 128  # the head width that FP8 training takes on Hopper
 LIMITS = (448.0, 57344.0)
 EMULATION = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UnfusedDPA_Emulate_FP8": "1"}

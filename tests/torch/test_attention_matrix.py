@@ -22,9 +22,9 @@ from tests.backends import devices
 from tests.core import attention_cases as cases
 from tests.core.attention_cases import FAMILIES, HEADS, SEQUENCES, Place, only, place
 from tests.golden import load
-from tests.module_steps import on, values
 from tests.reference import attention as reference
 from tests.tolerances import DB, snr_db
+from tests.world import on, values
 
 DEVICES = devices()
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

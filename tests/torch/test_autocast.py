@@ -17,13 +17,12 @@ import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams
 from te_torch import amax_reduction, updates
 from te_torch import state as scaling
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import GEMM_MODULES, differences, fp8_state, gradient_for, make, on, region, step, values
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
+from tests.world import GEMM_MODULES, differences, fp8_state, gradient_for, make, on, region, step, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 SHORT = DelayedScaling(amax_history_len=4)
 

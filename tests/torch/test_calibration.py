@@ -11,14 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Format
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, on, step, values
 from tests.recipes import KINDS, RECIPES, rule
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
+from tests.world import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, on, step, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -12,11 +12,10 @@ import torch
 
 import te_torch as te
 from te_torch.parallel.context import data
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.reference.context import of_rank, places_of_rank, valid
 
 SIZES = (1, 2, 3, 4)
-on_devices = pytest.mark.parametrize("device", devices())
 
 
 def batch(size: int, seed: int) -> tuple[list[int], list[int]]:

@@ -17,11 +17,9 @@ from te_core.errors import ArgumentError
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.base.quantized_init import quantized_model_init
 from te_torch.tools.convert import convert
-from tests.backends import devices
-from tests.module_steps import NO_REGION, on, randomise, step, values
+from tests.backends import on_devices
 from tests.tolerances import DB, snr_db
-
-on_devices = pytest.mark.parametrize("device", devices())
+from tests.world import NO_REGION, on, randomise, step, values
 
 
 class Block(nn.Module):

@@ -15,10 +15,8 @@ from te_core.precision import Operand
 from te_core.recipe import DelayedScaling
 from te_torch.custom_recipes import quantizer_factories as plain
 from te_torch.custom_recipes import quantizer_factory_zoo as zoo
-from tests.backends import devices
-from tests.module_steps import fp8_state, gradient_for, make, values
-
-on_devices = pytest.mark.parametrize("device", devices())
+from tests.backends import on_devices
+from tests.world import fp8_state, gradient_for, make, values
 
 
 def linear(device: str) -> te.Linear:

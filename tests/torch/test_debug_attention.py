@@ -10,12 +10,11 @@ import torch
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from tests.backends import devices
+from tests.backends import on_devices
 
 HEADS, WIDTH, TOKENS = 2, 128, 64  # heads that cuDNN takes in FP8
 SHAPE = (TOKENS, 2, HEADS, WIDTH)
 DELAYED, CURRENT = DelayedScaling(fp8_dpa=True), Float8CurrentScaling(fp8_dpa=True)
-on_devices = pytest.mark.parametrize("device", devices())
 
 
 def inputs(device: str) -> list[torch.Tensor]:

@@ -14,12 +14,10 @@ from te_torch.debug import bisect, bisection
 from te_torch.debug.bisection import GEMMS, _Search, _Steps
 from te_torch.debug.snapshot import Snapshot
 from tests import recipes
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
 from tests.torch import planted
 from tests.torch.test_inspectors import MODULES, differences, make, step
-
-on_devices = pytest.mark.parametrize("device", devices())
 
 
 @on_devices

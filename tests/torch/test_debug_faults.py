@@ -9,11 +9,10 @@ import torch
 
 import te_torch as te
 from te_torch.debug import bisect, inspect
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
 from tests.torch import planted
 
-on_devices = pytest.mark.parametrize("device", devices())
 PLACES = ("0.up", "1.down", "2.up")
 RECIPES = ("delayed", "current", "block")
 

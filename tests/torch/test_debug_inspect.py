@@ -22,12 +22,11 @@ from te_torch.debug import inspect
 from te_torch.debug.page import page
 from te_torch.runtime import to_torch
 from tests import recipes
-from tests.backends import devices, requires_cuda
+from tests.backends import on_devices, requires_cuda
 from tests.covering import covering
 from tests.torch import planted
 from tests.torch.test_inspectors import MODULES, SPLITS, differences, make, step
 
-on_devices = pytest.mark.parametrize("device", devices())
 COLUMNS = {("dgrad", "weight"), ("wgrad", "activation"), ("wgrad", "gradient")}
 
 

@@ -23,8 +23,8 @@ from te_core.recipe import DelayedScaling, Format
 from te_torch.base.extra_state import KEYS, read_extra_state
 from tests.covering import covering
 from tests.golden import load, tree
-from tests.module_steps import differences, fp8_state, make, step, values
 from tests.refusals import not_refused
+from tests.world import differences, fp8_state, make, step, values
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),

@@ -18,8 +18,8 @@ import torch
 from te_core.errors import ArgumentError
 from te_torch.base.extra_state import KEYS, read_extra_state
 from tests import broken_entries
-from tests.module_steps import make
 from tests.torch.test_extra_state import OLD, Call, saved, storage_bytes, tensors
+from tests.world import make
 
 MIB = 1 << 20
 

@@ -20,11 +20,10 @@ from te_core.recipe import (
 )
 from te_torch.base.quantized_init import quantized_model_init
 from te_torch.quantized import QuantizedTorch
-from tests.backends import devices, requires_cuda
+from tests.backends import on_devices, requires_cuda
 from tests.covering import covering
-from tests.module_steps import randomise, values
+from tests.world import randomise, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 RECIPES: dict[str, Any] = {
     "plain": None,
     "delayed": DelayedScaling(amax_history_len=3),

@@ -17,10 +17,9 @@ from te_torch.modules.layernorm_linear import NORM_LINEAR
 from te_torch.modules.layernorm_mlp import MLP
 from te_torch.modules.linear import LINEAR
 from te_torch.modules.norm import NORM
-from tests.backends import devices
-from tests.module_steps import GEMM_MODULES, MODULES, WIDTH, gradient_for, make, step, values
+from tests.backends import on_devices
+from tests.world import GEMM_MODULES, MODULES, WIDTH, gradient_for, make, step, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 SEVERAL = ["LayerNormLinear", "LayerNormMLP", "LayerNorm"]
 
 

@@ -14,10 +14,8 @@ from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch.listing import table
 from te_torch.tools.memory_report import OUTSIDE, measure_saved, memory_report
-from tests.backends import devices
-from tests.module_steps import values
-
-on_devices = pytest.mark.parametrize("device", devices())
+from tests.backends import on_devices
+from tests.world import values
 
 
 def totals(report: Any) -> dict[str, int]:

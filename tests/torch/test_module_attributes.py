@@ -21,7 +21,7 @@ from te_torch.custom_recipes.quantizer_factory_zoo import mxfp8_fwd_high_precisi
 from te_torch.modules.norm import L2Normalization
 from tests.backends import devices
 from tests.covering import covering
-from tests.module_steps import region, values
+from tests.world import region, values
 
 MAKERS: dict[str, Any] = {
     "Linear": lambda **kw: te.Linear(64, 48, **kw),

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import te_torch as te
-from tests.backends import devices
-from tests.module_steps import GEMM_MODULES, MODULES, RECIPES, WIDTH, differences, make, on, region, step, values
+from tests.backends import on_devices
+from tests.world import GEMM_MODULES, MODULES, RECIPES, WIDTH, differences, make, on, region, step, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 

@@ -10,9 +10,11 @@ import torch
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import (
+from tests.reference import modules as reference
+from tests.tolerances import DB, snr_db
+from tests.world import (
     GEMM_MODULES,
     MODULES,
     RECIPES,
@@ -26,11 +28,8 @@ from tests.module_steps import (
     step,
     values,
 )
-from tests.reference import modules as reference
-from tests.tolerances import DB, snr_db
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-on_devices = pytest.mark.parametrize("device", devices())
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 all_in_recipes = covering(kind=MODULES, recipe=RECIPES)
 gemms_in_recipes = covering(kind=GEMM_MODULES, recipe=RECIPES)

@@ -20,8 +20,8 @@ from te_torch.training import moe_operators
 from tests.backends import devices, requires_cuda
 from tests.covering import covering
 from tests.golden import tree
-from tests.module_steps import fp8_state
 from tests.moe_cases import E, H, K, T, by_index, normal, pairs, probabilities, routing, through_experts
+from tests.world import fp8_state
 
 DEVICES = devices()
 

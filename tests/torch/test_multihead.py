@@ -15,13 +15,12 @@ from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.transformer.handed import HandOver
 from te_torch.transformer.multihead import MultiheadAttention
 from tests.attention_steps import padding
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import gradient_for, on, randomise, step, values
 from tests.reference import transformer_layer as reference
 from tests.tolerances import DB, snr_db
+from tests.world import gradient_for, on, randomise, step, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 WIDTH, HEADS, S, B = 64, 4, 12, 2  # heads of 16
 
 

@@ -11,12 +11,12 @@ import torch
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling
-from tests import module_steps, recipes
-from tests.backends import devices, requires_cuda
+from tests import recipes
+from tests import world as module_steps
+from tests.backends import on_devices, requires_cuda
 from tests.covering import covering
-from tests.module_steps import differences
+from tests.world import differences
 
-on_devices = pytest.mark.parametrize("device", devices())
 BF16 = torch.bfloat16
 NAN, INF = float("nan"), float("inf")
 

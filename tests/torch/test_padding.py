@@ -23,16 +23,15 @@ from te_core.recipe import (
     NVFP4BlockScaling,
 )
 from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import FP8, on, region, values
+from tests.world import FP8, on, region, values
 
 SIZES = (1, 3, 8, 15, 16, 17, 24, 40)
 #: Every pair of sizes in every two of the three places; all triples under --full.
 PAIRS = [(a, b, SIZES[(i + j) % 8]) for i, a in enumerate(SIZES) for j, b in enumerate(SIZES)]
 SHAPES = {"pairs": PAIRS, "all": list(product(SIZES, SIZES, SIZES))}
 BF16 = torch.bfloat16
-on_devices = pytest.mark.parametrize("device", devices())
 
 
 def integers(*shape: int, device: str, seed: int) -> torch.Tensor:

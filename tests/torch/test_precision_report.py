@@ -22,12 +22,11 @@ from te_core.tensor import cuda_device
 from te_core.tools.explain import PRODUCTS, explain_linear
 from te_torch.attention import env
 from te_torch.tools.precision_report import precision_report
-from tests.backends import capability, devices, requires_cuda
+from tests.backends import capability, on_devices, requires_cuda
 from tests.covering import covering
-from tests.module_steps import GEMM_MODULES, WIDTH, gradient_for, make, values
 from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
+from tests.world import GEMM_MODULES, WIDTH, gradient_for, make, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 
 E4M3, E5M2, E2M1 = "float8_e4m3", "float8_e5m2", "float4_e2m1"

@@ -12,10 +12,9 @@ import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, Recipe
 from tests import recipes
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.tolerances import DB, snr_db
 
-on_devices = pytest.mark.parametrize("device", devices())
 RECIPES = {name: recipes.RECIPES["nvfp4 nearest" if name == "nvfp4" else name] for name in recipes.KINDS}
 all_recipes = pytest.mark.parametrize("name", RECIPES)
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP")

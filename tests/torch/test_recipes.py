@@ -15,15 +15,14 @@ from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, backward_cast
 from te_core.quantized import Cast
 from te_core.recipe import resolve
 from te_torch.runtime import runtime_for, to_core, to_torch
-from tests import module_steps
-from tests.backends import devices
+from tests import world as module_steps
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import GEMM_MODULES, differences, gradient_for, on, randomise, values
 from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
+from tests.world import GEMM_MODULES, differences, gradient_for, on, randomise, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 EVERY = [*RECIPES, *OVERRIDES]
 all_recipes = covering(kind=GEMM_MODULES, recipe=RECIPES)

@@ -19,13 +19,12 @@ from te_torch.function import _gradients, key_of, register
 from te_torch.runtime import to_core
 from te_torch.tools.memory_report import measure_saved
 from te_torch.transformer.layer import DropPath
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import RECIPES, WIDTH, differences, fp8_state, gradient_for, make, on, region, values
 from tests.reference.elementwise import keep
 from tests.tolerances import DB, snr_db
+from tests.world import RECIPES, WIDTH, differences, fp8_state, gradient_for, make, on, region, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 KINDS = ("LayerNormLinear", "LayerNormMLP")
 kinds = pytest.mark.parametrize("kind", KINDS)

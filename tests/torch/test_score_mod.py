@@ -15,11 +15,10 @@ from te_torch.attention import choose
 from te_torch.attention import score_mod as functions
 from te_torch.attention.dot_product import DotProductAttention
 from tests.attention_rounding import assert_rounded_only, exact
-from tests.backends import devices, requires_cuda
-from tests.module_steps import values
+from tests.backends import on_devices, requires_cuda
 from tests.torch.test_attention_choice import PLAIN, THD, spec
+from tests.world import values
 
-on_devices = pytest.mark.parametrize("device", devices())
 B, S, HEADS, GROUPS, D = 2, 24, 4, 2, 16
 
 

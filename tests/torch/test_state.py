@@ -15,11 +15,10 @@ from te_torch.autocast import Ran
 from te_torch.base.checkpoint_state import plain_state_dict, prepare_state
 from te_torch.state import ScalingState
 from te_torch.training.graphs.make import restore_fp8_tensors, save_fp8_tensors
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
-from tests.module_steps import GEMM_MODULES, MODULES, WIDTH, differences, fp8_state, make, step, values
+from tests.world import GEMM_MODULES, MODULES, WIDTH, differences, fp8_state, make, step, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 SHORT = DelayedScaling(amax_history_len=4)
 ENTRIES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")

@@ -18,11 +18,10 @@ from te_core.quantized import Cast
 from te_core.runtime import Runtime
 from te_core.tensor import from_numpy
 from te_torch.tensors import utils
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
 
 E4M3, E5M2 = T.DType.kFloat8E4M3, T.DType.kFloat8E5M2
-on_devices = pytest.mark.parametrize("device", devices())
 
 
 def delayed(device: str, scale: float = 3.0, dtype: Any = E4M3) -> T.Float8Quantizer:

@@ -12,17 +12,16 @@ from te_core.recipe import DelayedScaling
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
 from tests.attention_steps import padding, sums
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
 from tests.golden import load, tree
-from tests.module_steps import differences, gradient_for, on, randomise, step, values
 from tests.recipes import KINDS, region
 from tests.reference import transformer_layer as reference
 from tests.tolerances import DB, snr_db
 from tests.torch.test_golden import LAYERS, make_layer
 from tests.torch.test_multihead import angles, check
+from tests.world import differences, gradient_for, on, randomise, step, values
 
-on_devices = pytest.mark.parametrize("device", devices())
 WIDTH, FFN, HEADS, S, B = 64, 96, 4, 12, 2
 ENCODED = 9
 

@@ -12,10 +12,10 @@ import te_torch as te
 from te_core.recipe import Float8CurrentScaling
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
-from tests.module_steps import step, values
 from tests.torch.test_multihead import CROSS, ENCODED, FUSED, GQA, NORM, WIDTH, B, S
 from tests.torch.test_multihead import make as attention
 from tests.torch.test_transformer_layer import DECODER, inputs, make
+from tests.world import step, values
 
 # ------------------------------------------------------------------------------------ MultiheadAttention
 

@@ -21,7 +21,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention.rope import apply_rotary_pos_emb
 from te_torch.modules.norm import L2Normalization
 from tests import recipes
-from tests.backends import devices
+from tests.backends import on_devices
 from tests.covering import covering
 
 ROWS, WIDTH, HEADS = 4, 16, 2
@@ -40,7 +40,6 @@ MODULES: dict[str, Callable[[str], Any]] = {
     "DotProductAttention": lambda device: Attention(),
 }
 LAYERS = pytest.mark.parametrize("kind", MODULES)
-on_devices = pytest.mark.parametrize("device", devices())
 
 
 class Grouped(torch.nn.Module):
