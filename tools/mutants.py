@@ -16,9 +16,11 @@ import argparse
 import fnmatch
 import hashlib
 import itertools
+import json
 import os
 import random
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -47,6 +49,7 @@ TABLE = ROOT / "build" / "mutants.md"
 SKIP = shutil.ignore_patterns(
     ".git", ".venv", ".whl", "build", "results", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
 )
+WIDTH = 120  # of the list
 NEAREST = 6  # cases that a fault of a sample is shown to
 TIMEOUT = 600  # seconds for one fault's tests; one that hangs them has been noticed
 
@@ -56,7 +59,7 @@ class Mutant:
     """One fault: `old` becomes `new` in `file`, and one of `tests` (pytest arguments) has to fail."""
 
     name: str
-    breaks: str
+    breaks: str  # "" where the name says it
     file: str
     old: str
     new: str
@@ -80,12 +83,61 @@ class Verdict:
 
 def load(path: Path = LIST) -> list[Mutant]:
     """The listed faults."""
-    entries = tomllib.loads(path.read_text())["mutant"]
-    found = [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+    found = [
+        Mutant(name, breaks[0] if breaks else "", file, old, new, *asked(tests))
+        for file, groups in tomllib.loads(path.read_text()).items()
+        for tests, faults in groups.items()
+        for name, (*breaks, old, new) in faults.items()
+    ]
     names = [m.name for m in found]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         sys.exit(f"mutants: these names are given twice: {', '.join(twice)}")
     return found
+
+
+def asked(tests: str) -> tuple[tuple[str, ...], bool]:
+    """The tests of a table, and whether they are asked on CUDA."""
+    words = shlex.split(tests)
+    return tuple(word for word in words if word != "--require-cuda"), "--require-cuda" in words
+
+
+def written(mutants: list[Mutant], head: str) -> str:
+    """The list by files and tests, below its first lines."""
+    tables: dict[str, dict[str, list[Mutant]]] = {}
+    for m in mutants:
+        tests = shlex.join(m.tests) + " --require-cuda" * m.cuda
+        tables.setdefault(m.file, {}).setdefault(tests, []).append(m)
+    lines = [head]
+    for file in sorted(tables):
+        for tests, faults in tables[file].items():
+            lines += [f"\n[{_quoted(file)}.{_quoted(tests)}]\n", *map(_entry, faults)]
+    return "".join(lines)
+
+
+def renewed() -> str:
+    """The list as it should stand there."""
+    return written(load(), LIST.read_text().partition("\n[")[0])
+
+
+def _entry(m: Mutant) -> str:
+    """One fault: its texts follow one another on a line as long as there is room."""
+    text = f"{m.name if re.fullmatch(r'[A-Za-z0-9_-]+', m.name) else _quoted(m.name)} = ["
+    parts = [_quoted(part) for part in ((m.breaks, m.old, m.new) if m.breaks else (m.old, m.new))]
+    for i, part in enumerate(parts):
+        begin, end = text.rpartition("\n")[2], ", " if i + 1 < len(parts) else "]\n"
+        if begin.strip() and i and len(begin) + len(part.partition("\n")[0]) + len(end.strip()) > WIDTH:
+            text = f"{text.rstrip()}\n  "
+        text += part + end
+    return text
+
+
+def _quoted(text: str) -> str:
+    """A text as TOML has it: on one line where it fits."""
+    escaped = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if "\n" not in text:
+        return f"'{text}'" if "'" not in text and len(text) + 2 < len(escaped) else escaped
+    long = len(escaped) > WIDTH - 4 and "'''" not in text and not text.endswith("'")
+    return f"'''\n{text}'''" if long else escaped
 
 
 def sample(count: int, seed: int, within: list[str], cuda: bool = False) -> list[Mutant]:
@@ -271,7 +323,7 @@ def write_table(mutants: list[Mutant], verdicts: dict[str, Verdict], table: Path
     """The table of all listed faults; rows of `old` of faults not judged now are kept if the fault is unchanged."""
     rows = []
     for m in mutants:
-        start = f"| {m.name} | {m.breaks} | `{m.file}` | {m.key} | "
+        start = f"| {m.name} | {m.breaks or 'as its name says'} | `{m.file}` | {m.key} | "
         kept = re.search(rf"^{re.escape(start)}(.*) \|$", old, re.MULTILINE)
         verdict = verdicts.get(m.name)
         if verdict is None:
@@ -305,7 +357,11 @@ def main() -> int:
     parser.add_argument("--table", type=Path, default=TABLE, help="where the table goes, a .md file")
     parser.add_argument("--sample", type=int, metavar="N", help="N faults by operators; names are files and folders")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument("--write", action="store_true", help="write the list anew, sorted by files and tests")
     given = parser.parse_args()
+    if given.write:
+        LIST.write_text(renewed())
+        return 0
     if given.sample:
         drawn = sample(given.sample, given.seed, given.names or ["te_core/", "te_torch/"], given.cuda)
         return judge_sample(drawn, given.jobs)
