@@ -16,8 +16,8 @@ JOBS      ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))
 # compile, debugging and parallelism, found by a word of its name, its file's or its folder's, and what layers compute.
 INTERPRETED := tests/torch tests/debug tests/parallel -k "graph or captur or microbatch or checkpoint or recomput or \
 	offload or hook or compil or traced or operators or torch_export or debug or inspect or precision or parallel or rank or \
-	ddp or fsdp or column or test_modules or layer_wiring or multihead or transformer_layer or grouped_linear or golden or \
-	dynamic_sizes or autocast or module_paths or original_input or residual or handovers or test_rope or attention_choice or nonfinite or \
+	ddp or fsdp or column or test_modules or layer_wiring or multihead or transformer_layer or grouped or golden or \
+	dynamic_sizes or autocast or module_paths or a_program or residual or handovers or test_rope or attention_choice or nonfinite or \
 	training or memory_report or examples or userbuffers or a_cache or unusual"
 
 # make gpu (SHARD=none: no tests; GPU_FLAGS: tools/gpu_run.py --help, such as --limit 540 --pack --mutants). It leaves a

@@ -194,7 +194,8 @@ class GroupedLinear(BaseModule):
             result = apply_traced(call, state, recompute, m_splits, inputs, extra)  # type: ignore[arg-type]
         else:
             extra = extra or Extra(None, False, None, None)
-            groups = groups_of(call, inp, weights[0], given)  # type: ignore[arg-type]
+            # An export's call is its key, and numbers are part of its file.
+            groups = core.Groups(given) if isinstance(call, str) else groups_of(call, inp, weights[0], given)
             own = out is not None or dgrad_out is not None
             extra.splits = self._into(groups, inp, out, dgrad_out) if own else groups  # type: ignore[union-attr]
             (result,) = apply(call, state, recompute, inp, *weights, *added, rng, extra=extra)

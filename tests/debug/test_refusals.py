@@ -105,8 +105,10 @@ def test_names_of_the_documented_classes() -> None:
     import te_torch.compat
 
     te_torch.compat.install()
-    from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor, DebugQuantizer
-
+    try:
+        from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor, DebugQuantizer
+    finally:
+        te_torch.compat.uninstall()
     x = torch.randn(16, 16)
     quantizer = te.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, "cpu")
     for made, like in ((quantizer, quantizer.quantize(x).dequantize()), (None, x)):

@@ -15,22 +15,8 @@ from te_core.attention import alibi_slopes
 from te_core.recipe import DelayedScaling
 from te_torch.attention import compact, utils
 from te_torch.attention.choose import FUSED, UNFUSED
-from tests.attention_steps import (
-    BATCH,
-    GROUPS,
-    HEADS,
-    SEQ,
-    WIDTH,
-    inputs,
-    make,
-    near,
-    on_devices,
-    padding,
-    same,
-    step,
-    sums,
-)
-from tests.backends import devices, requires_cuda
+from tests.attention_steps import BATCH, GROUPS, HEADS, SEQ, WIDTH, inputs, make, near, padding, same, step, sums
+from tests.backends import devices, on_devices, requires_cuda
 from tests.covering import covering
 from tests.null_device import null_device
 from tests.reference import attention as reference

@@ -11,7 +11,8 @@ from te_core.attention import AttentionSpec
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionNeeds
 from te_torch.attention import masks, utils
 from te_torch.attention.layouts import QKV_LAYOUTS, apart
-from tests.attention_steps import on_devices, padding
+from tests.attention_steps import padding
+from tests.backends import on_devices
 
 LEADS = {"sbhd": (6, 2), "bshd": (2, 6), "thd": (12,)}
 NAMES = {"sbhd": "sb", "bshd": "bs", "thd": "t"}

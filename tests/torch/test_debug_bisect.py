@@ -17,7 +17,7 @@ from tests import recipes
 from tests.backends import on_devices
 from tests.covering import covering
 from tests.torch import planted
-from tests.torch.test_inspectors import MODULES, differences, make, step
+from tests.torch.test_inspectors import MODULES, differences, make, stepped
 
 
 @on_devices
@@ -25,10 +25,10 @@ from tests.torch.test_inspectors import MODULES, differences, make, step
 def test_all_in_high_precision_is_the_module_outside_of_a_region(kind: str, recipe: str, device: str) -> None:
     """Outputs and gradients; sums of a bias's gradient go another way, in another order."""
     module, plain = make(kind, device), make(kind, device)
-    want = step(plain, recipes.region(None), device)
+    want = stepped(plain, recipes.region(None), device)
     with _Steps(lambda m: 0.0, module, "loss", ()) as steps:
         steps.run([(name, gemm) for name in steps.names for gemm in GEMMS])
-        found = step(module, recipes.region(recipe), device)
+        found = stepped(module, recipes.region(recipe), device)
     assert module.inspector is None
     for name in differences(found, want):
         assert name.endswith("bias"), name
@@ -40,11 +40,11 @@ def test_all_in_high_precision_is_the_module_outside_of_a_region(kind: str, reci
 def test_one_gemm(gemm: str, device: str) -> None:
     """The others read what they read without it."""
     module, low, plain = (make("Linear, no bias", device) for _ in range(3))
-    want = {True: step(plain, recipes.region(None), device), False: step(low, recipes.region("current"), device)}
+    want = {True: stepped(plain, recipes.region(None), device), False: stepped(low, recipes.region("current"), device)}
     with _Steps(lambda m: 0.0, module, "loss", ()) as steps:
         steps.run([(steps.names[0], gemm)])
-        found = step(module, recipes.region("current"), device)
-    of = {"0": "fprop", "x": "dgrad", "weight": "wgrad"}
+        found = stepped(module, recipes.region("current"), device)
+    of = {"y": "fprop", "dx": "dgrad", "weight": "wgrad"}
     assert not differences(found, {name: want[of[name] == gemm][name] for name in found})
     assert set(differences(want[True], want[False])) == set(of)
 

@@ -25,7 +25,7 @@ from tests import recipes
 from tests.backends import on_devices, requires_cuda
 from tests.covering import covering
 from tests.torch import planted
-from tests.torch.test_inspectors import MODULES, SPLITS, differences, make, step
+from tests.torch.test_inspectors import MODULES, SPLITS, differences, make, stepped
 
 COLUMNS = {("dgrad", "weight"), ("wgrad", "activation"), ("wgrad", "gradient")}
 
@@ -55,7 +55,7 @@ def test_figures_are_those_of_the_formulas(kind: str, recipe: str | None, device
     module.inspector = own = [Sees() for _ in range(module.gemms)]
     with inspect(module) as seen:
         for seed in (1, 2):
-            step(module, recipes.region(recipe), device, seed)
+            stepped(module, recipes.region(recipe), device, seed)
     report = seen.report()
     assert report.steps == [0]
     points = set()
@@ -93,10 +93,10 @@ def test_nothing_changes(kind: str, recipe: str | None, device: str) -> None:
     looked = copy.deepcopy(plain)
     for i in range(2):
         torch.manual_seed(i)
-        want = step(plain, recipes.region(recipe), device, i)
+        want = stepped(plain, recipes.region(recipe), device, i)
         torch.manual_seed(i)
         with inspect(looked) as seen:
-            found = step(looked, recipes.region(recipe), device, i)
+            found = stepped(looked, recipes.region(recipe), device, i)
         assert not differences(found, want)
         products = len([n for n in SPLITS if n]) if kind == "GroupedLinear" else plain.gemms
         assert len(seen.report().layers()) == products

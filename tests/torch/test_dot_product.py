@@ -30,13 +30,13 @@ from tests.attention_steps import (
     inputs,
     make,
     near,
-    on_devices,
     only,
     padding,
     same,
     step,
     sums,
 )
+from tests.backends import on_devices
 
 # ----------------------------------------------------------------------------------------- parameters and names
 
