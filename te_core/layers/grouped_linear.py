@@ -301,6 +301,7 @@ def _backward_on_device(
     those that are added to, and those of another dtype."""
     first, offsets = each[0].spec, splits.offsets
     assert offsets is not None
+    x = None if x is None else x.matrix()  # an adapter saves its caller's tensor, in his shape
     dx = None
     if first.needs.input:
         dx = splits.dx if splits.dx is not None else rt.empty((*leading, weights[0].shape[1]), first.dtype)

@@ -339,7 +339,7 @@ def permute(size: Any, dtype: str, number: int) -> Case:
     and whether or not the map's starts say which.
     """
     (tokens, experts, width), align, kind, known = size
-    kind = None if dtype == "uint8" else kind
+    kind = None if dtype == "uint8" or not width else kind  # a GPU moves no probabilities where it moves no rows
     routing = routed(tokens, experts)
     x = np.arange(tokens * width).reshape(tokens, width).astype("uint8") if dtype == "uint8" else None
     x = drawn((tokens, width), dtype, 1) if x is None else x

@@ -98,7 +98,9 @@ def plan_gemm_grouped(rt: Runtime, spec: GroupedGemmSpec) -> GroupedGemmPlan | N
     widths = (spec.m, spec.n) if spec.trans_a else (spec.k, spec.k if spec.trans_b else spec.n)
     rows = spec.rows if spec.trans_a else spec.n if spec.trans_b else spec.k
     with driver.on(rt.device.index):  # a backward's thread may have no context yet
-        boxed = [driver.tensor_map((count, 2 * w), (64, 128)) for count, w in zip((spec.rows, rows), widths, strict=True)]
+        boxed = [
+            driver.tensor_map((count, 2 * w), (64, 128)) for count, w in zip((spec.rows, rows), widths, strict=True)
+        ]
     if None in boxed:
         return None
     room, chunks = _chunks(spec.groups)
