@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -44,22 +45,21 @@ def ask(rt: Runtime, name: str, dtype: str, full: bool) -> None:
 def test_cuda_as_cpu(name: str) -> None:
     """Large ones: equal, or within what both may be off by."""
     row = ROWS[name]
-    for dtype in row.dtypes:
-        for i, size in enumerate(row.large):
-            case = row.case(size, dtype, i)
-            theirs, ours = (results(rt, case) for rt in (Runtime.cpu(), cuda_runtime()))
-            if row.exact:
-                for part in theirs.keys() - {"sums"}:  # which are added in another order
-                    assert (ours[part] is None) == (theirs[part] is None)
-                    if theirs[part] is not None:
-                        judge(part, ours[part], theirs[part], 0)
-                continue
-            want: Any = case.want(theirs) if callable(case.want) else case.want
-            for part, near in want.items():
-                if near is not None and np.any(near.off):  # others are judged by formula, or by one another
-                    rounds = 0.0
-                    if part == "sums":  # each side rounds a sum of its own
-                        rounds = float(ml_dtypes.finfo(theirs[part].dtype).eps) * np.abs(
-                            theirs[part].astype(np.float64)
-                        )
-                    judge(part, ours[part], theirs[part], 2 * near.off + rounds)
+    for dtype, (i, size) in product(row.dtypes, enumerate(row.large)):
+        case = row.case(size, dtype, i)
+        theirs, ours = (results(rt, case) for rt in (Runtime.cpu(), cuda_runtime()))
+        if row.exact:
+            for part in theirs.keys() - {"sums"}:  # which are added in another order
+                assert (ours[part] is None) == (theirs[part] is None)
+                if theirs[part] is not None:
+                    judge(part, ours[part], theirs[part], 0)
+            continue
+        want: Any = case.want(theirs) if callable(case.want) else case.want
+        for part, near in want.items():
+            if near is not None and np.any(near.off):  # others are judged by formula, or by one another
+                judge(part, ours[part], theirs[part], 2 * near.off + (rounding(theirs[part]) if part == "sums" else 0))
+
+
+def rounding(sums: np.ndarray) -> np.ndarray:
+    """Each side rounds sums of its own."""
+    return float(ml_dtypes.finfo(sums.dtype).eps) * np.abs(sums.astype(np.float64))

@@ -27,6 +27,7 @@ from tests.parallel.peer_steps import HostDriver, hold_up, offered, part
 from tests.parallel.ranks import Rank, Ranks
 from tests.parallel.steps import by_ranks, error_of, graphed, same, says
 from tests.recipes import region
+from tests.world import learn
 
 CFGS = each_said(SETS["rings"], RINGS)
 #: Of graphs: which flags are set, and the methods.
@@ -180,10 +181,7 @@ def test_graphs_give_the_bits_of_eager_steps(rank: Rank, kind: str, recipe: str 
                     y = run(given)
                 y.backward(torch.full_like(x, 0.5 - number))
                 found.append([t.clone() for t in (y.detach(), given.grad, *[p.grad for p in owner.parameters()])])
-                with torch.no_grad():
-                    for p in owner.parameters():
-                        p.sub_(p.grad, alpha=1e-4)
-                        p.grad = None
+                learn(owner)
             assert same(*found) and found[0][0].isfinite().all()
         said = reasons(eager)
         call.reset()
