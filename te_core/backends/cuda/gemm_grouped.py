@@ -134,7 +134,7 @@ def gemm_table(trans_a: bool, room: int) -> tuple[struct.Struct, tuple[int, ...]
 # ---------------------------------------------------------------------------------------------- sizes and sums
 
 
-def group_offsets(rt: Runtime, sizes: Tensor, rows: int, out: Tensor, faults: Tensor) -> None:
+def group_offsets(rt: Runtime, sizes: Tensor, rows: int, out: Tensor, faults: Tensor | None) -> None:
     """Running sums of sizes."""
     size = "int" if sizes.dtype is dtypes.int32 else "i64"
     kernel = loader.get(rt, "groups", entry="group_offsets", args="pppii", **_constants(SIZE=size))
