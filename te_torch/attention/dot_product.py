@@ -327,7 +327,7 @@ class DotProductAttention(BaseModule):
     def _decide(self, given: Given, now: Now, plain: Any = None) -> Any:
         """What is computed, by whom, and its result. `plain`: what `_call` was given, for whom a plan is kept."""
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
-        if scaling and self.inspector is not None:
+        if self.inspector is not None:  # in high precision, too: only an answer ends the question
             forward, backward = fp8_attention.kept_high(self, now[0])
             scaling, given = "" if forward else scaling, given.but(bf16_backward=True) if backward else given
         try:
