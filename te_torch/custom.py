@@ -40,7 +40,7 @@ def custom_precisions(module: Any, number: int) -> tuple[int, ...]:
     """The numbers of the precisions of a module's GEMMs under the custom recipe of this number."""
     base, recipe = precision_of(number), recipe_of(number)
     assert base is not None
-    rules = [_rules(module, base, gemm) for gemm in range(len(module._weight_names()))]
+    rules = [_rules(module, base, gemm) for gemm in range(module.gemms)]
     histories = [h for _, asked in rules for h in asked]
     history = histories[0] if histories else None
     if any(h != history for h in histories):

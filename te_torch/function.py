@@ -422,16 +422,22 @@ def _options_with(extra: Extra, call: Call, weights: Sequence[torch.Tensor | Non
 
 
 def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
-    main = accumulate = None
+    main, accumulate = None, False
     if extra.fused:
-        main = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
-        if not _takes(main, weight):
-            raise _no_main_grad(main, weight)
-        accumulate = extra.first_microbatch is not True and not getattr(weight, "overwrite_main_grad", False)
+        main, accumulate = main_gradient("fuse_wgrad_accumulation", weight)
+        accumulate = accumulate and extra.first_microbatch is not True
     if main is None and extra.queue is None:
         return None
     queue = None if extra.queue is None else extra.queue[index]
-    return Sink(None if main is None else in_place(main), bool(accumulate), queue)
+    return Sink(None if main is None else in_place(main), accumulate, queue)
+
+
+def main_gradient(option: str, weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """(where a weight's gradient goes, whether it is added to what is there), for who has set this option."""
+    main = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
+    if not _takes(main, weight):
+        raise _no_main_grad(option, main, weight)
+    return main, not getattr(weight, "overwrite_main_grad", False)
 
 
 def _takes(main: Any, weight: torch.Tensor) -> bool:
@@ -446,7 +452,7 @@ def _takes(main: Any, weight: torch.Tensor) -> bool:
     )
 
 
-def _no_main_grad(main: Any, weight: torch.Tensor) -> ArgumentError:
+def _no_main_grad(option: str, main: Any, weight: torch.Tensor) -> ArgumentError:
     if main is None:
         came = "a weight without main_grad"
     elif isinstance(main, torch.Tensor):
@@ -457,12 +463,12 @@ def _no_main_grad(main: Any, weight: torch.Tensor) -> ArgumentError:
         came = f"main_grad, a {type(main).__name__}"
     shape, device = tuple(weight.shape), weight.device
     return ArgumentError(
-        "fuse_wgrad_accumulation",
+        option,
         came,
         f"a contiguous tensor of the weight's shape {shape} on {device}, in float32, bfloat16 or float16",
         "set it before backward: weight.main_grad = torch.zeros(weight.shape, device=weight.device), or a part of a "
         "buffer: buffer[begin : begin + weight.numel()].view(weight.shape); with fully_shard, whose gathered weights "
-        "are new ones in each step, leave fuse_wgrad_accumulation out",
+        f"are new ones in each step, leave {option} out",
     )
 
 

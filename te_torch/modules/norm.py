@@ -110,7 +110,7 @@ class _Norm(CallingModule):
     def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
         inp, weight = inputs[0], self._tensor("weight")
         bias = self._tensor("bias") if self.kind == "LayerNorm" else None
-        _check(type(self).__name__, inp, self.normalized_shape)
+        check_normalized(type(self).__name__, inp, self.normalized_shape)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
         grad = torch.is_grad_enabled()
@@ -151,7 +151,8 @@ def _one_of_two(operation: str, name: str, value: Any, old_name: str, old: Any) 
     return old
 
 
-def _check(operation: str, inp: torch.Tensor, normalized_shape: torch.Size) -> None:
+def check_normalized(operation: str, inp: torch.Tensor, normalized_shape: torch.Size) -> None:
+    """The input is a float tensor that ends in these dimensions."""
     check_dtype(operation, inp)
     n = len(normalized_shape)
     try:

@@ -19,6 +19,7 @@ from te_core.ops import raw as ops
 from te_core.ops.quantize import allocate
 from te_core.precision import Operand, rule_of
 from te_core.quantized import Cast, Format, QuantizedTensor
+from te_core.tensor import Tensor
 from te_torch.export.mode import exporting, not_exported
 from te_torch.export.operators import held_values
 from te_torch.program_names import build
@@ -93,18 +94,20 @@ def quantize_into(
     _quantize(x, rule, rowwise, columnwise, scale, amax, rng, out=out)
 
 
-def _quantize(
-    x: torch.Tensor,
+def cast_of(
     rule: Operand,
     rowwise: bool,
     columnwise: bool,
-    scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
-    rng: torch.Tensor | None,
-    out: QuantizedTensor | None = None,
-) -> QuantizedTensor:
-    convert = to_core_shape if x.is_meta else to_core
-    cast = Cast(
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    rng: torch.Tensor | None = None,
+) -> Cast:
+    """How what computes a matrix quantizes it by a rule."""
+
+    def convert(t: torch.Tensor) -> Tensor:
+        return to_core_shape(t) if t.is_meta else to_core(t)
+
+    return Cast(
         rule.format,
         rowwise=rowwise,
         columnwise=columnwise,
@@ -117,6 +120,20 @@ def _quantize(
         rng=None if rng is None else convert(rng),
         four_over_six=rule.four_over_six,
     )
+
+
+def _quantize(
+    x: torch.Tensor,
+    rule: Operand,
+    rowwise: bool,
+    columnwise: bool,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    rng: torch.Tensor | None,
+    out: QuantizedTensor | None = None,
+) -> QuantizedTensor:
+    cast = cast_of(rule, rowwise, columnwise, scale, amax, rng)
+    convert = to_core_shape if x.is_meta else to_core
     return ops.quantize(runtime_for(x), convert(x), cast, out=out)
 
 

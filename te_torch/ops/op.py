@@ -1,0 +1,325 @@
+"""What an operation of a chain is: basic ones, fused ones, and what one keeps between its forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError
+from te_core.precision import Precision
+from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
+from te_core.recipe import Recipe
+from te_torch.base.module import BaseModule
+from te_torch.precisions import number_of, precision_of
+from te_torch.tensors.base import QuantizerRole
+from te_torch.tensors.float8 import Float8Quantizer
+
+
+class OperationContext:
+    """What one operation keeps from its forward for its backward, besides attributes of its own."""
+
+    requires_grad = True  # whether backward comes to this operation
+    input_requires_grad = True  # whether it comes to what is before
+    precision: Precision | None = None  # what the recipe of the chain says; None in high precision
+    to_save: tuple[Any, ...] = ()
+    saved_tensors: tuple[Any, ...]
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors, plain or quantized, for backward, which finds them in `saved_tensors`."""
+        self.to_save = tensors
+
+
+class FusibleOperation(torch.nn.Module):
+    """A basic operation, or several fused into one."""
+
+    basic_ops: Any  # of a fused one
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether it stands for several basic operations."""
+        return isinstance(self, FusedOperation)
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called before the first forward of a chain."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before each forward of a chain; `requires_grad` says whether backward comes to this operation."""
+
+    def get_input_quantizer(self) -> Any:
+        """What the operation before may quantize its output with; None where none is wanted."""
+
+    def get_grad_output_quantizer(self) -> Any:
+        """What the operation after may quantize its input gradient with; None where none is wanted."""
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        """(the output, the extra outputs of each basic operation)."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward of its own")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[Any, Iterable[Any], Iterable[Any]]:
+        """(the input's gradient, for each basic operation its parameters' gradients, and its extra inputs')."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
+
+
+def _slot(operation: str, kind: str, index: int, count: int) -> None:
+    if not 0 <= index < count:
+        raise IndexError(f"{operation}: extra {kind} {index} is out of range: it has {count}")
+
+
+def _channel(operation: str, channel: str | None) -> None:
+    if channel is not None and (not isinstance(channel, str) or not channel):
+        raise ArgumentError(operation, f"channel={channel!r}", "a non-empty string, or None", "name the channel")
+
+
+class BasicOperation(FusibleOperation, BaseModule):
+    """An operation with parameters and quantizers of its own: a user's defines `op_forward` and `op_backward`.
+
+    One with extra inputs or outputs says how many, and defines `fuser_forward` and `fuser_backward` in their place.
+    """
+
+    num_extra_inputs = 0
+    num_extra_outputs = 0
+    _extra_tensor_channels_locked = False
+    _input_channels: Mapping[int, str] = MappingProxyType({})
+    _output_channels: Mapping[int, tuple[str, bool]] = MappingProxyType({})
+    _quantizers: Mapping[str, list[Any]] = MappingProxyType({})  # by mode
+    _followed = 0  # the number of the precision that they are of
+
+    def __init__(self) -> None:
+        super().__init__()
+        if type(self).num_quantizers is BasicOperation.num_quantizers:  # it has no state to save
+            del self._modules["fp8_state"]
+            self.__dict__["fp8_state"] = None
+
+    # ----------------------------------------------------------------------------------------- extra tensors
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> Any:
+        """Take an extra input from the operation that writes to this channel; None: from the caller."""
+        operation = f"{type(self).__name__}.set_extra_input_channel"
+        _slot(operation, "input", index, self.num_extra_inputs)
+        _channel(operation, channel)
+        return self._set_channel(operation, "_input_channels", index, channel)
+
+    def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> Any:
+        """Write an extra output to a channel, and return it to the caller, too, if `output_to_caller`."""
+        operation = f"{type(self).__name__}.set_extra_output_channel"
+        _slot(operation, "output", index, self.num_extra_outputs)
+        _channel(operation, channel)
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(f"{operation}: output_to_caller={output_to_caller!r} is no bool")
+        value = None if channel is None else (channel, output_to_caller)
+        return self._set_channel(operation, "_output_channels", index, value)
+
+    def _set_channel(self, operation: str, of: str, index: int, value: Any) -> Any:
+        if self._extra_tensor_channels_locked:
+            raise RuntimeError(
+                f"{operation}: a chain has already captured its channel routing. To do: set channels before the first "
+                "forward"
+            )
+        channels = {slot: channel for slot, channel in getattr(self, of).items() if slot != index}
+        setattr(self, of, channels if value is None else {**channels, index: value})
+        return self
+
+    # ------------------------------------------------------------------------------------------- quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        """How many quantizers it has in a mode: "forward" (inputs and weights in turn) or "backward" (gradients)."""
+        return 0
+
+    def get_quantizer_roles(self, mode: str) -> list[Any]:
+        """What each of them quantizes, for a custom recipe."""
+        names = ("input", "weight") if mode == "forward" else ("grad_output",)
+        return [
+            QuantizerRole(self.module_type, names[i % len(names)], self.name) for i in range(self.num_quantizers(mode))
+        ]
+
+    def get_quantizer(self, mode: str, index: int) -> Any:
+        """A quantizer, by the recipe in force; None where there is none."""
+        found = self._quantizers.get(mode)
+        return found[index] if found else None
+
+    def get_input_quantizer(self) -> Any:
+        """The first one of forward."""
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Any:
+        """The first one of backward."""
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
+    @property
+    def gemms(self) -> int:  # type: ignore[override]
+        """Groups of slots in the scaling state: an input, a weight and a gradient each."""
+        return max(-(-self.num_quantizers("forward") // 2), self.num_quantizers("backward"))
+
+    def _weight_names(self) -> tuple[str, ...]:
+        return ()
+
+    def quantizer_roles(self, gemm: int) -> tuple[Any, ...]:
+        """As every module's, of the roles by mode."""
+        forward, backward = self.get_quantizer_roles("forward"), self.get_quantizer_roles("backward")
+        forward, backward = forward[2 * gemm : 2 * gemm + 2], backward[gemm : gemm + 1]
+        return *forward, *[None] * (2 - len(forward)), *(backward or [None]), None, None
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """Have quantizers of a recipe of another class than they are of; None takes them away."""
+        self._follow(0 if recipe is None else number_of(recipe))
+
+    def _follow(self, number: int) -> None:
+        """Have the quantizers of a precision."""
+        if number == self._followed:
+            return
+        own = self._of_custom(number) if number and precision_of(number).factory is not None else number  # type: ignore[union-attr]
+        found: dict[str, list[Any]] = {}
+        for mode in ("forward", "backward") if number else ():
+            found[mode] = []
+            for i in range(self.num_quantizers(mode)):
+                rule = self._precision(own, i // 2 if mode == "forward" else i)
+                assert rule is not None
+                operand = rule.grad if mode == "backward" else rule.weight if i % 2 else rule.input
+                found[mode].append(self._quantizer(operand, None, "", 0))
+        self.__dict__.update(_quantizers=found, _followed=number)
+
+    def _enter_chain(self, device: torch.device) -> tuple[int, Any, bool]:
+        """(number of the precision of this call, scaling state, whether a checkpoint runs it again)."""
+        if not self.gemms:
+            return 0, None, False
+        _, number, state, again = self._enter(torch.empty(0, device=device))
+        rule = precision_of(number)
+        if rule is not None and rule.input is not None and rule.input.scaling == "calibrate":
+            number, state = 0, None  # calibration runs in high precision
+        self._follow(number)
+        if state is not None:
+            self._point(state.scales(again))
+        return number, state, again
+
+    def _point(self, scales: Scales) -> None:
+        """Let quantizers of delayed scaling read and raise what this call reads and raises of the state."""
+        pairs = {
+            "forward": (scales.forward_scale, scales.forward_amax),
+            "backward": (scales.backward_scale, scales.backward_amax),
+        }
+        for mode, (scale, amax) in pairs.items():
+            for i, quantizer in enumerate(self._quantizers.get(mode, ())):
+                if isinstance(quantizer, Float8Quantizer):
+                    at = FORWARD_SLOTS * (i // 2) + i % 2 if mode == "forward" else BACKWARD_SLOTS * i
+                    quantizer.scale = scale.owner[at : at + 1]  # type: ignore[union-attr]
+                    unread = torch.zeros_like(quantizer.scale) if amax is None else amax.owner[at : at + 1]
+                    quantizer.amax = unread
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_quantizers": {}, "_followed": 0}
+
+    # ---------------------------------------------------------------------------------------------- running
+
+    def pre_first_fuser_forward(self) -> None:
+        """Give parameters on the meta device memory and values."""
+        if any(p.is_meta for p in self._parameters.values() if p is not None):
+            self.reset_parameters()
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The output. It may be quantized with the next operation's quantizer, if there is one."""
+        raise NotImplementedError(f"{type(self).__name__} defines no op_forward")
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Any, Iterable[Any]]:
+        """(the input's gradient, a gradient for each parameter)."""
+        raise NotImplementedError(f"{type(self).__name__} defines no op_backward")
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        """`op_forward`, of an operation without extra tensors."""
+        self._refuse_extra("fuser_forward")
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[Any, Iterable[Any], Iterable[Any]]:
+        """`op_backward`, of an operation without extra tensors."""
+        self._refuse_extra("fuser_backward")
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    def _refuse_extra(self, function: str) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise RuntimeError(
+                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} extra "
+                f"outputs: it has to define {function}"
+            )
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:  # noqa: A002
+        """The operation as a chain of its own."""
+        from te_torch.ops.fuser import OperationFuser
+
+        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=[kwargs])
+
+
+class FusedOperation(FusibleOperation):
+    """Several basic operations as one. It defines `fuser_forward`, `fuser_backward` or both, and keeps no state."""
+
+    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
+        super().__init__()
+        if not basic_ops:
+            raise ArgumentError(type(self).__name__, "no operations", "one or more", "pass the operations that it fuses")
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
+
+    def get_input_quantizer(self) -> Any:
+        """That of its first operation."""
+        return self.basic_ops[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Any:
+        """That of its last one."""
+        return self.basic_ops[-1].get_grad_output_quantizer()
+
+    def forward(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """The operations as a chain of their own."""
+        from te_torch.ops.fuser import OperationFuser
+
+        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
