@@ -82,4 +82,4 @@ describe(globals()[name] for name in __all__)
 describe(vars(utils)[name] for name in utils.__all__)
 describe_optimizers(vars(optimizers)[name] for name in optimizers.__all__)
 
-__getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS, ("debug",))
+__getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS, ("debug", "ops"))

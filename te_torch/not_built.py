@@ -18,7 +18,6 @@ from te_core.spelling import importing, unknown_name
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
-_OPS = "the modules of te, which fuse by themselves, in torch.nn.Sequential"
 
 _KEPT_BY_MODULES = "nothing: a module keeps its own scales, updated where its region ends and after its backward"
 _RUN_AGAIN = "te.checkpoint, which runs again with the scales of the first time"
@@ -89,17 +88,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 
 #: Module -> (names that can be imported, what to use in their place): classes refuse when made, functions when called.
 REFUSING: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "pytorch.ops": (
+    "pytorch.ops.fused": (
         (
-            *("Sequential", "FusibleOperation", "BasicOperation", "FusedOperation", "Linear", "BasicLinear", "Bias"),
-            *("GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU"),
-            *("SiTUGLU", "ClampedSwiGLU", "ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU", "ScaledSReLU"),
-            *("AddExtraInput", "MakeExtraOutput", "AllGather", "ReduceScatter", "AllReduce", "ConstantScale"),
-            *("Dropout", "Identity", "L2Normalization", "LayerNorm", "RMSNorm", "Quantize", "Reshape"),
-            *("GroupedLinear", "register_forward_fusion", "register_backward_fusion"),
-            "register_forward_backward_fusion",
+            *("UserbuffersForwardLinear", "UserbuffersBackwardLinear"),
+            *("GroupedMLP_CuTeGEMMGLU", "GroupedMLP_CuTeGEMMUnary"),
         ),
-        _OPS,
+        "the same chain, which gives the same numbers without this fusion",
     ),
     "pytorch.quantization": (
         (
@@ -164,9 +158,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "pytorch.module._common": ("WeightGradStore", "delay_wgrad_compute=True, and the module's backward_dw()"),
     "pytorch.newton_schulz": ("CusolverMpCtx, get_coefficient_iterator, get_coefficients, newton_schulz", _MUON),
     "pytorch.numerics_debug": ("debug, fp8_tensor_statistics", "te.precision_report(model)"),
-    "pytorch.ops.basic": ("basic_linear, grouped_linear and the other single operations", _OPS),
-    "pytorch.ops.fused": ("the fused operations", _OPS),
-    "pytorch.ops.fuser": ("OperationFuser", _OPS),
     "pytorch.tensor.grouped_tensor": ("GroupedTensor", _GROUPED),
     "pytorch.tensor.storage.grouped_tensor_storage": ("GroupedTensorStorage", _GROUPED),
     "pytorch.triton": ("cross_entropy, grouped_dbias_dscales, mhc, pad, permutation", "torch: no such kernel is built"),
@@ -184,7 +175,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 #: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.
 BEHIND_ALIAS = (
     "cpu_offload", "cpu_offload_v1", "cross_entropy", "distributed", "float8_tensor", "fp8", "graph", "jit", "module",
-    "ops", "permutation", "quantization", "quantized_tensor", "router", "tensor",
+    "permutation", "quantization", "quantized_tensor", "router", "tensor",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import te_core
 import te_torch
 from te_torch import availability as _availability
 from te_torch import constants as _constants
+from te_torch import ops as _ops
 from te_torch import optimizers as _optimizers
 from te_torch import recipe as _recipe
 from te_torch import tensors as _tensors
@@ -31,6 +32,9 @@ from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.debug import debug_quantization as _debug_quantization
 from te_torch.debug import state as _debug_state
 from te_torch.debug import stats as _debug_stats
+from te_torch.ops import fused as _fused
+from te_torch.ops import fuser as _fuser
+from te_torch.ops import op as _op
 from te_torch.parallel import overlap as _overlap
 from te_torch.parallel.context import data as _context
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
@@ -188,8 +192,11 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.module.rmsnorm": _of(te_torch, ("RMSNorm",)),
     "pytorch.optimizers": _of(_optimizers, [n for n in _optimizers.__all__ if n not in _optimizers.OURS]),
     "pytorch.permutation": _of(te_torch, [n for n in te_torch.__all__ if n.startswith("moe_")]),
-    "pytorch.ops": _stand_ins.refusing("pytorch.ops")
-    | {"is_op_fuser_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path},
+    "pytorch.ops": _of(_ops, _ops.__all__),
+    "pytorch.ops.fused": _defined(_fused, *("Add", "Activation", "Scale", "Bias", "Norm"))
+    | _stand_ins.refusing("pytorch.ops.fused"),
+    "pytorch.ops.fuser": _of(_fuser, ("OperationFuser",)),
+    "pytorch.ops.op": _of(_op, ("OperationContext",)),
     "pytorch.quantization": _of(te_torch, (*_AVAILABLE, *_REGIONS, *_REQUESTS))
     | _of(_availability, (*_CHECKS, "get_align_size_for_quantization"))
     | _OLDER_REGIONS,
@@ -240,6 +247,10 @@ GATHERED: dict[str, dict[str, Any]] = {
     "pytorch.module": {n: v for place in _MODULES for n, v in DEFINED[place].items()}
     | {"is_module_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path}
     | _of(_overlap, ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub")),
+    "pytorch.ops.basic": _of(_ops, [n for n in _ops.__all__ if n not in _ops.CHAINS]),
+    "pytorch.ops.basic.basic_linear": _of(_ops, ("BasicLinear",)),
+    "pytorch.ops.basic.grouped_linear": _of(_ops, ("GroupedLinear",))
+    | {"OUTPUT_BUFFER_KEY": "output", "GRAD_INPUT_BUFFER_KEY": "grad_input"},
     "pytorch.optimizers.fused_adam": _of(_optimizers, ("FusedAdam",)),
     "pytorch.tensor": _of(_tensors, _tensors.__all__) | _MAKERS | _of(_tensors, ("get_all_tensor_types",)),
     "pytorch.tensor.storage": _of(te_torch, [n for n in _tensors.__all__ if n.endswith("Storage")]),

@@ -51,3 +51,8 @@ __all__ = [
     "is_op_fuser_grouped_tensor_path_supported", "register_backward_fusion", "register_forward_backward_fusion",
     "register_forward_fusion",
 ]  # fmt: skip
+#: Of these, what is no basic operation.
+CHAINS = (
+    "BasicOperation", "FusedOperation", "FusibleOperation", "Linear", "Sequential", "register_backward_fusion",
+    "register_forward_backward_fusion", "register_forward_fusion",
+)  # fmt: skip

@@ -12,8 +12,9 @@ from te_core.errors import ArgumentError
 from te_core.precision import Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
 from te_core.recipe import Recipe
+from te_torch.autocast import active
 from te_torch.base.module import BaseModule
-from te_torch.precisions import number_of, precision_of
+from te_torch.precisions import number_of, precision_of, recipe_of
 from te_torch.tensors.base import QuantizerRole
 from te_torch.tensors.float8 import Float8Quantizer
 
@@ -156,16 +157,26 @@ class BasicOperation(FusibleOperation, BaseModule):
         return found[index] if found else None
 
     def get_input_quantizer(self) -> Any:
-        """The first one of forward."""
-        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+        """The first one of forward, unless backward reads the input as it is."""
+        plain = self._override == "high_precision" or not self.num_quantizers("forward")
+        return None if plain else self.get_quantizer("forward", 0)
 
     def get_grad_output_quantizer(self) -> Any:
-        """The first one of backward."""
-        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+        """The first one of backward, unless that runs in high precision."""
+        plain = self._override is not None or not self.num_quantizers("backward")
+        return None if plain else self.get_quantizer("backward", 0)
+
+    @property
+    def _override(self) -> str | None:
+        """What the recipe's `backward_override` says."""
+        precision = precision_of(self._followed)
+        return None if precision is None else precision.backward
 
     @property
     def gemms(self) -> int:  # type: ignore[override]
         """Groups of slots in the scaling state: an input, a weight and a gradient each."""
+        if "wgrad_store" not in self.__dict__:
+            return 0  # num_quantizers may read what a constructor has not set yet
         return max(-(-self.num_quantizers("forward") // 2), self.num_quantizers("backward"))
 
     def _weight_names(self) -> tuple[str, ...]:
@@ -179,7 +190,8 @@ class BasicOperation(FusibleOperation, BaseModule):
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """Have quantizers of a recipe of another class than they are of; None takes them away."""
-        self._follow(0 if recipe is None else number_of(recipe))
+        if type(recipe) is not type(recipe_of(self._followed)):
+            self._follow(0 if recipe is None else number_of(recipe))
 
     def _follow(self, number: int) -> None:
         """Have the quantizers of a precision."""
@@ -198,13 +210,15 @@ class BasicOperation(FusibleOperation, BaseModule):
 
     def _enter_chain(self, device: torch.device) -> tuple[int, Any, bool]:
         """(number of the precision of this call, scaling state, whether a checkpoint runs it again)."""
-        if not self.gemms:
-            return 0, None, False
-        _, number, state, again = self._enter(torch.empty(0, device=device))
+        quantizes = self.num_quantizers("forward") or self.num_quantizers("backward")
+        number, state, again = 0 if active.region is None else active.region.precision, None, False
+        if quantizes:
+            _, number, state, again = self._enter(torch.empty(0, device=device))
         rule = precision_of(number)
         if rule is not None and rule.input is not None and rule.input.scaling == "calibrate":
             number, state = 0, None  # calibration runs in high precision
-        self._follow(number)
+        if quantizes:
+            self._follow(number)
         if state is not None:
             self._point(state.scales(again))
         return number, state, again

@@ -29,6 +29,13 @@ class Sequential(torch.nn.Sequential):
         named = len(args) == 1 and isinstance(args[0], Mapping)
         super().__init__(*((OrderedDict(args[0]),) if named else args))
 
+    def __add__(self, other: Iterable[torch.nn.Module]) -> Sequential:
+        return type(self)(*self, *other)
+
+    def __iadd__(self, other: Iterable[torch.nn.Module]) -> Sequential:
+        self.extend(other)
+        return self
+
     @classmethod
     def _make_module_groups(cls, modules: Iterable[torch.nn.Module]) -> list[Any]:
         """Modules, and a chain for the operations that follow one another."""

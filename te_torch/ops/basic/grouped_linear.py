@@ -9,7 +9,6 @@ import torch
 
 from te_core.ops.gemm_grouped import in_one_launch
 from te_core.recipe import Recipe
-from te_torch.autocast import active
 from te_torch.modules import grouped_linear as modules
 from te_torch.ops.basic.linear import kaiming_init
 from te_torch.ops.op import BasicOperation
@@ -62,10 +61,6 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):
 
     _weight_names = modules.GroupedLinear._weight_names
     quantizer_roles = modules.GroupedLinear.quantizer_roles
-
-    def _enter_chain(self, device: torch.device) -> tuple[int, Any, bool]:
-        """The module enters the region itself."""
-        return 0 if active.region is None else active.region.precision, None, False
 
     def fuser_forward(
         self,

@@ -15,7 +15,7 @@ from te_torch.base.options import check_values
 from te_torch.forks import fork_of
 from te_torch.function import main_gradient, stand_in_gradient
 from te_torch.ops.basic.collectives import AllReduce, ReduceScatter
-from te_torch.ops.basic.small import Bias
+from te_torch.ops.basic.small import Bias, local_size
 from te_torch.ops.op import BasicOperation, FusedOperation, OperationContext
 from te_torch.ops.values import dense, is_quantized, product, quantized, without_rows
 from te_torch.runtime import amp_dtype, check_input, default_device
@@ -27,13 +27,6 @@ from te_torch.training.collectives import (
 )
 
 kaiming_init = partial(torch.nn.init.kaiming_uniform_, a=sqrt(5))
-
-
-def local_size(operation: str, name: str, size: int, ranks: int) -> int:
-    """A rank's part of a size."""
-    if size % ranks:
-        raise ArgumentError(operation, f"{name}={size} over {ranks} ranks", "a size that the ranks divide", "correct it")
-    return size // ranks
 
 
 class BasicLinear(BasicOperation):

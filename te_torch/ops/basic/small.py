@@ -15,7 +15,15 @@ from te_torch.ops.values import cast_of, compute_dtype, dense, is_quantized, mat
 from te_torch.runtime import default_device, runtime_for, to_core, to_torch
 from te_torch.tensors.wrap import from_core
 from te_torch.training.collectives import get_distributed_world_size
-from te_torch.values import is_number
+from te_torch.values import is_number, is_size
+
+
+def local_size(operation: str, name: str, size: int, ranks: int) -> int:
+    """A rank's part of a size."""
+    if not is_size(size) or size % ranks:
+        allowed = f"a size above 0{f' that {ranks} ranks divide' * (ranks > 1)}"
+        raise ArgumentError(operation, f"{name}={size!r}", allowed, f"correct {name}")
+    return size // ranks
 
 
 class Identity(BasicOperation):
@@ -77,12 +85,10 @@ class Bias(BasicOperation):
         tensor_parallel: bool = False,
         tensor_parallel_group: Any = None,
     ) -> None:
-        check_values("Bias", {"size": size, "dtype": dtype})
+        check_values("Bias", {"dtype": dtype})
         super().__init__()
         ranks = get_distributed_world_size(tensor_parallel_group) if tensor_parallel else 1
-        if size % ranks:
-            raise ArgumentError("Bias", f"size={size} over {ranks} ranks", "a size that the ranks divide", "correct it")
-        self.size, self.local_size, self.tensor_parallel = size, size // ranks, ranks > 1
+        self.size, self.local_size, self.tensor_parallel = size, local_size("Bias", "size", size, ranks), ranks > 1
         place = {"device": device or default_device(), "dtype": dtype or torch.get_default_dtype()}
         self._add_parameter("bias", (self.local_size,), torch.nn.init.zeros_, **place)
         if self.tensor_parallel:
@@ -97,20 +103,20 @@ class Bias(BasicOperation):
 
     def note(self, ctx: Any, quantizer: Any) -> None:
         """What backward delivers its gradient with."""
-        ctx.grad_input_quantizer = None if ctx.precision is None or ctx.precision.backward is not None else quantizer
+        ctx.grad_input_quantizer = quantizer
 
     def op_backward(self, ctx: Any, grad_output: Any) -> tuple[Any, tuple[Any]]:
         """(dy, its sum over the leading dimensions), where dy may come quantized by the same kernel."""
         if grad_output.ndim == 1:
             return grad_output, (dense(grad_output),)
         quantizer = None if is_quantized(grad_output) else ctx.grad_input_quantizer
-        dy, db = dense(grad_output), None
-        if (cast := cast_of(quantizer)) is not None:
-            db = torch.empty(dy.shape[-1], dtype=dy.dtype, device=dy.device)
-            made = core.quantize(runtime_for(dy), matrix(dy), cast, column_sum=vector(db))
-            return from_core(made, dy.shape, dy.dtype, quantizer.copy()), (db,)
-        db = dy.sum(tuple(range(dy.ndim - 1)))
-        return grad_output if quantizer is None else quantizer(dy), (db,)
+        dy = dense(grad_output)
+        db = torch.empty(dy.shape[-1], dtype=dy.dtype, device=dy.device)
+        if (cast := cast_of(quantizer)) is None:
+            core.column_sum(runtime_for(dy), matrix(dy), vector(db))
+            return grad_output if quantizer is None else quantizer(dy), (db,)
+        made = core.quantize(runtime_for(dy), matrix(dy), cast, column_sum=vector(db))
+        return from_core(made, dy.shape, dy.dtype, quantizer.copy()), (db,)
 
 
 class Dropout(BasicOperation):
@@ -157,9 +163,8 @@ class Quantize(BasicOperation):
 
     def op_forward(self, ctx: Any, input_: Any, **kwargs: Any) -> Any:
         """The input, quantized unless it is already."""
-        quantizer = self.get_input_quantizer()
-        override = ctx.precision is not None and ctx.precision.backward is not None
-        ctx.quantize_backward = self.get_grad_output_quantizer() is not None and not override
+        quantizer = self.get_quantizer("forward", 0) if self._quantizes["forward"] else None
+        ctx.quantize_backward = self.get_grad_output_quantizer() is not None
         return input_ if quantizer is None or is_quantized(input_) else quantizer(input_.detach())
 
     def op_backward(self, ctx: Any, grad_output: Any) -> tuple[Any, tuple[()]]:
