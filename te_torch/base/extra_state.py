@@ -206,6 +206,10 @@ def _read_legacy(data: bytes) -> Any:
 def _tensors(state: Any) -> dict[str, torch.Tensor] | None:
     if not isinstance(state, dict):
         raise _RefusedError("no dictionary")
+    halves = [state.get(mode) for mode in ("forward", "backward")]
+    of_operation = isinstance(halves[0], dict) and isinstance(halves[1], dict)
+    if of_operation:  # of te.ops
+        state = {**halves[0], **halves[1]}
     found = {key: _tensor(state[key], key) for key in KEYS if key in state}
     if not found:
         return None
@@ -217,6 +221,8 @@ def _tensors(state: Any) -> dict[str, torch.Tensor] | None:
             raise _RefusedError(
                 f"scale_{suffix} {tuple(scale.shape)} beside amax_history_{suffix} {tuple(history.shape)}"
             )
+    if of_operation:
+        return {name: _in_slots(t, 2 if name.endswith("fwd") else 1) for name, t in found.items()}
     variables = state.get("extra_fp8_variables")
     return by_gemm(found, slots_first=False) if isinstance(variables, dict) and SLOTS_FIRST in variables else found
 
@@ -235,6 +241,16 @@ def by_gemm(tensors: dict[str, torch.Tensor], slots_first: bool) -> dict[str, to
         groups = (-1, slots) if slots_first else (slots, -1)
         turned[name] = t.unflatten(-1, groups).transpose(-1, -2).flatten(-2)
     return turned
+
+
+def _in_slots(t: torch.Tensor, used: int) -> torch.Tensor:
+    """The columns of an operation, which has no slots of a quantized output and input gradient, with those slots."""
+    if t.shape[-1] % used:
+        raise _RefusedError(f"{t.shape[-1]} columns of an operation")
+    groups = t.unflatten(-1, (-1, used))
+    slots = (FORWARD_SLOTS if used == 2 else BACKWARD_SLOTS) - used
+    new = torch.ones if t.ndim == 1 else torch.zeros
+    return torch.cat([groups, new(*groups.shape[:-1], slots)], -1).flatten(-2)
 
 
 def write_extra_state(tensors: dict[str, torch.Tensor], variables: dict[str, Any]) -> torch.Tensor:

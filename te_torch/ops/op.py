@@ -17,6 +17,7 @@ from te_torch.base.module import BaseModule
 from te_torch.precisions import number_of, precision_of, recipe_of
 from te_torch.tensors.base import QuantizerRole
 from te_torch.tensors.float8 import Float8Quantizer
+from te_torch.tensors.identity import IdentityQuantizer
 
 
 class OperationContext:
@@ -205,7 +206,7 @@ class BasicOperation(FusibleOperation, BaseModule):
                 rule = self._precision(own, i // 2 if mode == "forward" else i)
                 assert rule is not None
                 operand = rule.grad if mode == "backward" else rule.weight if i % 2 else rule.input
-                found[mode].append(self._quantizer(operand, None, "", 0))
+                found[mode].append(self._quantizer(operand, None, "", 0) or IdentityQuantizer())
         self.__dict__.update(_quantizers=found, _followed=number)
 
     def _enter_chain(self, device: torch.device) -> tuple[int, Any, bool]:
