@@ -422,7 +422,8 @@ def _options_with(extra: Extra, call: Call, weights: Sequence[torch.Tensor | Non
 
 
 def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
-    main, accumulate = None, False
+    main: Any = None
+    accumulate = False
     if extra.fused:
         main, accumulate = main_gradient("fuse_wgrad_accumulation", weight)
         accumulate = accumulate and extra.first_microbatch is not True
@@ -432,7 +433,7 @@ def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
     return Sink(None if main is None else in_place(main), accumulate, queue)
 
 
-def main_gradient(option: str, weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def main_gradient(option: str, weight: Any) -> tuple[Any, bool]:
     """(where a weight's gradient goes, whether it is added to what is there), for who has set this option."""
     main = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
     if not _takes(main, weight):

@@ -206,10 +206,9 @@ def _read_legacy(data: bytes) -> Any:
 def _tensors(state: Any) -> dict[str, torch.Tensor] | None:
     if not isinstance(state, dict):
         raise _RefusedError("no dictionary")
-    halves = [state.get(mode) for mode in ("forward", "backward")]
-    of_operation = isinstance(halves[0], dict) and isinstance(halves[1], dict)
-    if of_operation:  # of te.ops
-        state = {**halves[0], **halves[1]}
+    halves = [half for half in (state.get("forward"), state.get("backward")) if isinstance(half, dict)]
+    if halves:  # of an operation of te.ops
+        state = {key: value for half in halves for key, value in half.items()}
     found = {key: _tensor(state[key], key) for key in KEYS if key in state}
     if not found:
         return None
@@ -221,7 +220,7 @@ def _tensors(state: Any) -> dict[str, torch.Tensor] | None:
             raise _RefusedError(
                 f"scale_{suffix} {tuple(scale.shape)} beside amax_history_{suffix} {tuple(history.shape)}"
             )
-    if of_operation:
+    if halves:
         return {name: _in_slots(t, 2 if name.endswith("fwd") else 1) for name, t in found.items()}
     variables = state.get("extra_fp8_variables")
     return by_gemm(found, slots_first=False) if isinstance(variables, dict) and SLOTS_FIRST in variables else found

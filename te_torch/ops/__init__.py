@@ -34,11 +34,7 @@ from te_torch.ops.basic.small import (
     Quantize,
     Reshape,
 )
-from te_torch.ops.fuser import (
-    register_backward_fusion,
-    register_forward_backward_fusion,
-    register_forward_fusion,
-)
+from te_torch.ops.fuser import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
 from te_torch.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from te_torch.ops.sequential import Sequential
 

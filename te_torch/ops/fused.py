@@ -7,190 +7,131 @@ from typing import Any
 
 import torch
 
-from te_core.recipe import Recipe
 from te_torch.ops.basic.activations import GELU, ReLU
 from te_torch.ops.basic.linear import BasicLinear
 from te_torch.ops.basic.norms import RMSNorm
 from te_torch.ops.basic.small import AddExtraInput, Bias, ConstantScale, MakeExtraOutput
-from te_torch.ops.fuser import Fusion, register_backward_fusion, register_forward_fusion
+from te_torch.ops.fuser import register_backward_fusion, register_forward_fusion
 from te_torch.ops.op import FusedOperation
 from te_torch.ops.values import dense
 
-#: Of the operations from a place on, and the one before: how many are fused there; 0: none.
-Match = Callable[[list[Any], Any, Recipe | None], int]
+
+class _ForwardLinear(FusedOperation):
+    """A linear whose product takes along what follows it. Its operations run backward by themselves."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **quantizers):
+        linear, epilogue = self.basic_ops[0], dict[str, Any]()
+        for op, ctx, extra in [*zip(self.basic_ops, basic_op_ctxs, basic_op_extra_inputs, strict=True)][1:]:
+            if isinstance(op, Bias):
+                ctx.grad_input_quantizer, epilogue["bias"] = linear.get_grad_output_quantizer(), op.bias
+            elif isinstance(op, ConstantScale):
+                epilogue["alpha"] = op.scale
+            else:
+                epilogue["out"] = extra[0].detach()
+        before, after = quantizers["prev_op_grad_output_quantizer"], quantizers["next_op_input_quantizer"]
+        after = None if "out" in epilogue else after  # the sum is the caller's tensor
+        return linear.multiply(basic_op_ctxs[0], input_, before, after, **epilogue), [()] * len(self.basic_ops)
 
 
-def _fusion(fused: type[FusedOperation], match: Match) -> Fusion:
-    """A function for the registry, which fuses wherever this matches."""
-
-    def fuse(ops: list[Any], *, recipe: Recipe | None = None, **unused: Any) -> list[Any]:
-        made: list[Any] = []
-        left = list(ops)
-        while left:
-            count = match(left, made[-1] if made else None, recipe)
-            made.append(fused(left[:count]) if count else left[0])
-            del left[: count or 1]
-        return made
-
-    return fuse
-
-
-def _kinds(ops: list[Any], *kinds: type) -> bool:
-    return len(ops) >= len(kinds) and all(type(op) is kind for op, kind in zip(ops, kinds, strict=False))
-
-
-def _adds(op: Any) -> bool:
-    return type(op) is AddExtraInput and op._in_place
-
-
-class ForwardLinearBiasAdd(FusedOperation):
+class ForwardLinearBiasAdd(_ForwardLinear):
     """x w^T + b, added to an extra input in its memory by the product itself."""
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: Any,
-        input_: Any,
-        *,
-        basic_op_extra_inputs: Any,
-        prev_op_grad_output_quantizer: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The sum, in the extra input's memory."""
-        linear, *rest = self.basic_ops
-        bias = _noted_bias(rest[0], basic_op_ctxs[1], linear) if len(rest) == 2 else None
-        out = basic_op_extra_inputs[-1][0].detach()
-        made = linear.multiply(basic_op_ctxs[0], input_, prev_op_grad_output_quantizer, None, bias=bias, out=out)
-        return made, [()] * len(self.basic_ops)
 
-
-def _noted_bias(bias: Any, ctx: Any, linear: Any) -> torch.Tensor:
-    """The bias that the linear adds for its operation, whose backward runs by itself."""
-    bias.note(ctx, linear.get_grad_output_quantizer())
-    return bias.bias  # type: ignore[no-any-return]
-
-
-def _linear_bias_add(ops: list[Any], before: Any, recipe: Recipe | None) -> int:
-    if not _kinds(ops, BasicLinear) or ops[0].tensor_parallel_mode == "row":
-        return 0
-    count = 2 if _kinds(ops[1:], Bias) else 1
-    return count + 1 if len(ops) > count and _adds(ops[count]) else 0
-
-
-class ForwardLinearBiasActivation(FusedOperation):
+class ForwardLinearBiasActivation(_ForwardLinear):
     """x w^T + b in one product."""
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: Any,
-        input_: Any,
-        *,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The product with its bias."""
-        linear, bias = self.basic_ops
-        added = _noted_bias(bias, basic_op_ctxs[1], linear)
-        before, after = prev_op_grad_output_quantizer, next_op_input_quantizer
-        return linear.multiply(basic_op_ctxs[0], input_, before, after, bias=added), [(), ()]
 
-
-def _linear_bias(ops: list[Any], before: Any, recipe: Recipe | None) -> int:
-    fits = _kinds(ops, BasicLinear, Bias) and ops[0].tensor_parallel_mode != "row"
-    return 2 if fits and ops[0].weight.dtype in (torch.float16, torch.bfloat16) else 0
-
-
-class ForwardLinearScaleAdd(FusedOperation):
+class ForwardLinearScaleAdd(_ForwardLinear):
     """x w^T times a number, added to an extra input in its memory."""
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: Any,
-        input_: Any,
-        *,
-        basic_op_extra_inputs: Any,
-        prev_op_grad_output_quantizer: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The sum, in the extra input's memory."""
-        linear, scale, _ = self.basic_ops
-        out = basic_op_extra_inputs[2][0].detach()
-        before = prev_op_grad_output_quantizer
-        return linear.multiply(basic_op_ctxs[0], input_, before, None, alpha=scale.scale, out=out), [(), (), ()]
-
-
-def _linear_scale_add(ops: list[Any], before: Any, recipe: Recipe | None) -> int:
-    fits = _kinds(ops, BasicLinear, ConstantScale, AddExtraInput) and _adds(ops[2])
-    return 3 if fits and ops[0].tensor_parallel_mode != "row" else 0
 
 
 class BackwardLinearAdd(FusedOperation):
     """The input's gradient of a linear, added to that of an extra output by the product itself."""
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         """The sum, in the memory of the extra output's gradient."""
         extra = basic_op_grad_extra_outputs[0][0]
-        sum_in = None if extra is None else extra.detach()
-        dx, dw = self.basic_ops[1].multiply_backward(basic_op_ctxs[1], grad_output, sum_in)
+        extra = None if extra is None else extra.detach()
+        dx, dw = self.basic_ops[1].multiply_backward(basic_op_ctxs[1], grad_output, extra)
         return dx, [(), dw], [(), ()]
-
-
-def _linear_add(ops: list[Any], before: Any, recipe: Recipe | None) -> int:
-    fits = _kinds(ops, MakeExtraOutput, BasicLinear) and ops[0]._in_place
-    return 2 if fits and ops[1].tensor_parallel_mode != "column" else 0
 
 
 class BackwardLinearScale(FusedOperation):
     """The gradients of a linear whose output is scaled."""
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
         """Both gradients of the scaled one of the output."""
         linear, scale = self.basic_ops
         dx, dw = linear.multiply_backward(basic_op_ctxs[0], dense(grad_output) * scale.scale)
         return dx, [dw, ()], [(), ()]
 
 
-def _linear_scale(ops: list[Any], before: Any, recipe: Recipe | None) -> int:
-    return 2 if _kinds(ops, BasicLinear, ConstantScale) and ops[0].tensor_parallel_mode != "column" else 0
-
-
 class BackwardActivationBias(FusedOperation):
     """The gradient of an activation, quantized, and its sums for the bias before it, in one kernel."""
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
         """The quantized gradient of the bias's input, and the bias's."""
-        activation, ((kept,), dtype) = self.basic_ops[1], (basic_op_ctxs[1].saved_tensors, basic_op_ctxs[1].dtype)
-        x, dy = dense(kept, dtype), dense(grad_output, dtype)
-        db = torch.empty(x.shape[-1:], dtype=dtype, device=x.device)
-        dx = activation.gradient(dy, x, basic_op_ctxs[0].grad_input_quantizer, db)
-        return dx, [(db,), ()], [(), ()]
-
-
-def _activation_bias(ops: list[Any], before: Any, recipe: Recipe | None) -> int:
-    if recipe is None or getattr(recipe, "backward_override", None) is not None or before is None:
-        return 0
-    fits = _kinds(ops, Bias, GELU) or _kinds(ops, Bias, ReLU)
-    return 2 if fits and before.get_grad_output_quantizer() is not None else 0
+        bias, activation = basic_op_ctxs
+        x, dy = (dense(t, activation.dtype) for t in (activation.saved_tensors[0], grad_output))
+        db = torch.empty(x.shape[-1:], dtype=x.dtype, device=x.device)
+        return self.basic_ops[1].gradient(dy, x, bias.grad_input_quantizer, db), [(db,), ()], [(), ()]
 
 
 class BackwardAddRMSNorm(FusedOperation):
     """The gradient of an RMSNorm, added to that of an extra output in the norm's kernel."""
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         """The sum."""
-        norm = self.basic_ops[1]
-        dx, of_norm = norm.normalize_backward(basic_op_ctxs[1], grad_output, basic_op_grad_extra_outputs[0][0])
+        norm, extra = self.basic_ops[1], basic_op_grad_extra_outputs[0][0]
+        dx, of_norm = norm.normalize_backward(basic_op_ctxs[1], grad_output, extra)
         return dx, [(), of_norm], [(), ()]
 
 
-def _add_rms_norm(ops: list[Any], before: Any, recipe: Recipe | None) -> int:
-    return 2 if _kinds(ops, MakeExtraOutput, RMSNorm) and not ops[0]._in_place else 0
+def _fuse(register: Callable[..., None], fused: type[FusedOperation], kinds: tuple[type, ...], fits: Any) -> None:
+    """Have chains fuse operations of these kinds, where `fits` says yes to them, and to the one before and a recipe."""
+
+    def fuse(ops: list[Any], *, recipe: Any = None, **unused: Any) -> list[Any]:
+        made, left, count = list[Any](), list(ops), len(kinds)
+        while left:
+            some = left[:count]
+            found = [*map(type, some)] == [*kinds] and fits(some, made[-1] if made else None, recipe)
+            made.append(fused(some) if found else left[0])
+            del left[: count if found else 1]
+        return made
+
+    register(fuse)
 
 
-register_forward_fusion(_fusion(ForwardLinearBiasAdd, _linear_bias_add))
-register_forward_fusion(_fusion(ForwardLinearBiasActivation, _linear_bias))
-register_forward_fusion(_fusion(ForwardLinearScaleAdd, _linear_scale_add))
-register_backward_fusion(_fusion(BackwardLinearAdd, _linear_add))
-register_backward_fusion(_fusion(BackwardLinearScale, _linear_scale))
-register_backward_fusion(_fusion(BackwardActivationBias, _activation_bias))
-register_backward_fusion(_fusion(BackwardAddRMSNorm, _add_rms_norm))
+def _whole(mode: str) -> Callable[..., bool]:
+    """Of a chain with a linear, that no rank has a part of the sum, and that what is written to is there for it."""
+
+    def fits(ops: list[Any], before: Any, recipe: Any) -> bool:
+        linear = next(op for op in ops if type(op) is BasicLinear)
+        in_place = [op._in_place for op in ops if hasattr(op, "_in_place")]
+        return linear.tensor_parallel_mode != mode and all(in_place)
+
+    return fits
+
+
+def _half_with_bias(ops: list[Any], before: Any, recipe: Any) -> bool:
+    return _whole("row")(ops, before, recipe) and ops[0].weight.dtype in (torch.float16, torch.bfloat16)
+
+
+def _reads_quantized(ops: list[Any], before: Any, recipe: Any) -> bool:
+    last = before.basic_ops[-1] if isinstance(before, FusedOperation) else before
+    return recipe is not None and last is not None and last.get_grad_output_quantizer() is not None
+
+
+def _out_of_place(ops: list[Any], before: Any, recipe: Any) -> bool:
+    return not ops[0]._in_place
+
+
+_fuse(register_forward_fusion, ForwardLinearBiasAdd, (BasicLinear, Bias, AddExtraInput), _whole("row"))
+_fuse(register_forward_fusion, ForwardLinearBiasAdd, (BasicLinear, AddExtraInput), _whole("row"))
+_fuse(register_forward_fusion, ForwardLinearBiasActivation, (BasicLinear, Bias), _half_with_bias)
+_fuse(register_forward_fusion, ForwardLinearScaleAdd, (BasicLinear, ConstantScale, AddExtraInput), _whole("row"))
+_fuse(register_backward_fusion, BackwardLinearAdd, (MakeExtraOutput, BasicLinear), _whole("column"))
+_fuse(register_backward_fusion, BackwardLinearScale, (BasicLinear, ConstantScale), _whole("column"))
+_fuse(register_backward_fusion, BackwardActivationBias, (Bias, GELU), _reads_quantized)
+_fuse(register_backward_fusion, BackwardActivationBias, (Bias, ReLU), _reads_quantized)
+_fuse(register_backward_fusion, BackwardAddRMSNorm, (MakeExtraOutput, RMSNorm), _out_of_place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,8 @@ from te_torch.precisions import number_of, precision_of, recipe_of
 from te_torch.tensors.base import QuantizerRole
 from te_torch.tensors.float8 import Float8Quantizer
 from te_torch.tensors.identity import IdentityQuantizer
+
+MODES = ("forward", "backward")
 
 
 class OperationContext:
@@ -39,55 +41,21 @@ class FusibleOperation(torch.nn.Module):
 
     basic_ops: Any  # of a fused one
 
-    @property
-    def is_fused_op(self) -> bool:
-        """Whether it stands for several basic operations."""
-        return isinstance(self, FusedOperation)
-
     def pre_first_fuser_forward(self) -> None:
         """Called before the first forward of a chain."""
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Called before each forward of a chain; `requires_grad` says whether backward comes to this operation."""
 
-    def get_input_quantizer(self) -> Any:
-        """What the operation before may quantize its output with; None where none is wanted."""
-
-    def get_grad_output_quantizer(self) -> Any:
-        """What the operation after may quantize its input gradient with; None where none is wanted."""
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+    def fuser_forward(self, basic_op_ctxs: list[OperationContext], input_: Any, **given: Any) -> tuple[Any, Any]:
         """(the output, the extra outputs of each basic operation)."""
         raise NotImplementedError(f"{type(self).__name__} has no forward of its own")
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[Any, Iterable[Any], Iterable[Any]]:
+        self, basic_op_ctxs: list[OperationContext], grad_output: Any, **given: Any
+    ) -> tuple[Any, Any, Any]:
         """(the input's gradient, for each basic operation its parameters' gradients, and its extra inputs')."""
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
-
-
-def _slot(operation: str, kind: str, index: int, count: int) -> None:
-    if not 0 <= index < count:
-        raise IndexError(f"{operation}: extra {kind} {index} is out of range: it has {count}")
-
-
-def _channel(operation: str, channel: str | None) -> None:
-    if channel is not None and (not isinstance(channel, str) or not channel):
-        raise ArgumentError(operation, f"channel={channel!r}", "a non-empty string, or None", "name the channel")
 
 
 class BasicOperation(FusibleOperation, BaseModule):
@@ -99,8 +67,8 @@ class BasicOperation(FusibleOperation, BaseModule):
     num_extra_inputs = 0
     num_extra_outputs = 0
     _extra_tensor_channels_locked = False
-    _input_channels: Mapping[int, str] = MappingProxyType({})
-    _output_channels: Mapping[int, tuple[str, bool]] = MappingProxyType({})
+    _input_channels: Mapping[int, Any] = MappingProxyType({})
+    _output_channels: Mapping[int, Any] = MappingProxyType({})  # with whether the caller gets the output, too
     _quantizers: Mapping[str, list[Any]] = MappingProxyType({})  # by mode
     _followed = 0  # the number of the precision that they are of
 
@@ -114,29 +82,29 @@ class BasicOperation(FusibleOperation, BaseModule):
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> Any:
         """Take an extra input from the operation that writes to this channel; None: from the caller."""
-        operation = f"{type(self).__name__}.set_extra_input_channel"
-        _slot(operation, "input", index, self.num_extra_inputs)
-        _channel(operation, channel)
-        return self._set_channel(operation, "_input_channels", index, channel)
+        return self._set_channel("input", index, channel, channel)
 
     def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> Any:
         """Write an extra output to a channel, and return it to the caller, too, if `output_to_caller`."""
-        operation = f"{type(self).__name__}.set_extra_output_channel"
-        _slot(operation, "output", index, self.num_extra_outputs)
-        _channel(operation, channel)
         if not isinstance(output_to_caller, bool):
-            raise TypeError(f"{operation}: output_to_caller={output_to_caller!r} is no bool")
-        value = None if channel is None else (channel, output_to_caller)
-        return self._set_channel(operation, "_output_channels", index, value)
+            raise TypeError(f"set_extra_output_channel: output_to_caller={output_to_caller!r} is no bool")
+        return self._set_channel("output", index, channel, channel and (channel, output_to_caller))
 
-    def _set_channel(self, operation: str, of: str, index: int, value: Any) -> Any:
+    def _set_channel(self, kind: str, index: int, channel: Any, value: Any) -> Any:
+        operation = f"{type(self).__name__}.set_extra_{kind}_channel"
+        count = getattr(self, f"num_extra_{kind}s")
+        if not 0 <= index < count:
+            raise IndexError(f"{operation}: index {index} is out of range: there are {count}")
+        if channel is not None and (not isinstance(channel, str) or not channel):
+            raise ArgumentError(operation, f"channel={channel!r}", "a non-empty string, or None", "name the channel")
         if self._extra_tensor_channels_locked:
             raise RuntimeError(
                 f"{operation}: a chain has already captured its channel routing. To do: set channels before the first "
                 "forward"
             )
-        channels = {slot: channel for slot, channel in getattr(self, of).items() if slot != index}
-        setattr(self, of, channels if value is None else {**channels, index: value})
+        before = getattr(self, f"_{kind}_channels")
+        others = {slot: other for slot, other in before.items() if slot != index}
+        setattr(self, f"_{kind}_channels", others if channel is None else {**others, index: value})
         return self
 
     # ------------------------------------------------------------------------------------------- quantizers
@@ -145,12 +113,10 @@ class BasicOperation(FusibleOperation, BaseModule):
         """How many quantizers it has in a mode: "forward" (inputs and weights in turn) or "backward" (gradients)."""
         return 0
 
-    def get_quantizer_roles(self, mode: str) -> list[Any]:
+    def get_quantizer_roles(self, mode: str) -> list[Any]:  # type: ignore[override]
         """What each of them quantizes, for a custom recipe."""
-        names = ("input", "weight") if mode == "forward" else ("grad_output",)
-        return [
-            QuantizerRole(self.module_type, names[i % len(names)], self.name) for i in range(self.num_quantizers(mode))
-        ]
+        names, count = ("input", "weight") if mode == "forward" else ("grad_output",) * 2, self.num_quantizers(mode)
+        return [QuantizerRole(self.module_type, names[i % 2], self.name) for i in range(count)]
 
     def get_quantizer(self, mode: str, index: int) -> Any:
         """A quantizer, by the recipe in force; None where there is none."""
@@ -158,14 +124,12 @@ class BasicOperation(FusibleOperation, BaseModule):
         return found[index] if found else None
 
     def get_input_quantizer(self) -> Any:
-        """The first one of forward, unless backward reads the input as it is."""
-        plain = self._override == "high_precision" or not self.num_quantizers("forward")
-        return None if plain else self.get_quantizer("forward", 0)
+        """What the operation before may quantize its output with: not where backward reads that as it is."""
+        return None if self._override == "high_precision" else self.get_quantizer("forward", 0)
 
     def get_grad_output_quantizer(self) -> Any:
-        """The first one of backward, unless that runs in high precision."""
-        plain = self._override is not None or not self.num_quantizers("backward")
-        return None if plain else self.get_quantizer("backward", 0)
+        """What the operation after may quantize its gradient with: not where backward runs in high precision."""
+        return None if self._override is not None else self.get_quantizer("backward", 0)
 
     @property
     def _override(self) -> str | None:
@@ -185,9 +149,8 @@ class BasicOperation(FusibleOperation, BaseModule):
 
     def quantizer_roles(self, gemm: int) -> tuple[Any, ...]:
         """As every module's, of the roles by mode."""
-        forward, backward = self.get_quantizer_roles("forward"), self.get_quantizer_roles("backward")
-        forward, backward = forward[2 * gemm : 2 * gemm + 2], backward[gemm : gemm + 1]
-        return *forward, *[None] * (2 - len(forward)), *(backward or [None]), None, None
+        forward, backward = map(self.get_quantizer_roles, MODES)
+        return *[*forward[2 * gemm :], None, None][:2], *[*backward[gemm:], None][:1], None, None
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """Have quantizers of a recipe of another class than they are of; None takes them away."""
@@ -196,47 +159,40 @@ class BasicOperation(FusibleOperation, BaseModule):
 
     def _follow(self, number: int) -> None:
         """Have the quantizers of a precision."""
-        if number == self._followed:
+        precision = precision_of(number)
+        if number == self._followed or not self.gemms:
             return
-        own = self._of_custom(number) if number and precision_of(number).factory is not None else number  # type: ignore[union-attr]
-        found: dict[str, list[Any]] = {}
-        for mode in ("forward", "backward") if number else ():
-            found[mode] = []
+        own = self._of_custom(number) if precision is not None and precision.factory is not None else number
+        found: dict[str, list[Any]] = {mode: [] for mode in (MODES if number else ())}
+        for mode, quantizers in found.items():
             for i in range(self.num_quantizers(mode)):
-                rule = self._precision(own, i // 2 if mode == "forward" else i)
-                assert rule is not None
+                rule: Any = self._precision(own, i // 2 if mode == "forward" else i)
                 operand = rule.grad if mode == "backward" else rule.weight if i % 2 else rule.input
-                found[mode].append(self._quantizer(operand, None, "", 0) or IdentityQuantizer())
+                quantizers.append(self._quantizer(operand, None, "", 0) or IdentityQuantizer())
         self.__dict__.update(_quantizers=found, _followed=number)
 
     def _enter_chain(self, device: torch.device) -> tuple[int, Any, bool]:
         """(number of the precision of this call, scaling state, whether a checkpoint runs it again)."""
-        quantizes = self.num_quantizers("forward") or self.num_quantizers("backward")
         number, state, again = 0 if active.region is None else active.region.precision, None, False
-        if quantizes:
-            _, number, state, again = self._enter(torch.empty(0, device=device))
+        if any(map(self.num_quantizers, MODES)):
+            _, number, state, again = self._enter(torch.empty(0, device=device))  # type: ignore[assignment]
         rule = precision_of(number)
         if rule is not None and rule.input is not None and rule.input.scaling == "calibrate":
             number, state = 0, None  # calibration runs in high precision
-        if quantizes:
-            self._follow(number)
+        self._follow(number)
         if state is not None:
             self._point(state.scales(again))
         return number, state, again
 
     def _point(self, scales: Scales) -> None:
         """Let quantizers of delayed scaling read and raise what this call reads and raises of the state."""
-        pairs = {
-            "forward": (scales.forward_scale, scales.forward_amax),
-            "backward": (scales.backward_scale, scales.backward_amax),
-        }
-        for mode, (scale, amax) in pairs.items():
+        pairs: Any = (scales.forward_scale, scales.forward_amax), (scales.backward_scale, scales.backward_amax)
+        for mode, (scale, amax) in zip(MODES, pairs, strict=True):
             for i, quantizer in enumerate(self._quantizers.get(mode, ())):
                 if isinstance(quantizer, Float8Quantizer):
                     at = FORWARD_SLOTS * (i // 2) + i % 2 if mode == "forward" else BACKWARD_SLOTS * i
-                    quantizer.scale = scale.owner[at : at + 1]  # type: ignore[union-attr]
-                    unread = torch.zeros_like(quantizer.scale) if amax is None else amax.owner[at : at + 1]
-                    quantizer.amax = unread
+                    quantizer.scale = scale.owner[at : at + 1]
+                    quantizer.amax = torch.zeros_like(quantizer.scale) if amax is None else amax.owner[at : at + 1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_quantizers": {}, "_followed": 0}
@@ -260,38 +216,26 @@ class BasicOperation(FusibleOperation, BaseModule):
         """The output. It may be quantized with the next operation's quantizer, if there is one."""
         raise NotImplementedError(f"{type(self).__name__} defines no op_forward")
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Any, Iterable[Any]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Any, Any]:
         """(the input's gradient, a gradient for each parameter)."""
         raise NotImplementedError(f"{type(self).__name__} defines no op_backward")
 
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
+        input_: Any,
         *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        basic_op_extra_inputs: Any = None,
+        basic_op_kwargs: Any = ({},),
+        **quantizers: Any,
+    ) -> tuple[Any, Any]:
         """`op_forward`, of an operation without extra tensors."""
         self._refuse_extra("fuser_forward")
-        output = self.op_forward(
-            basic_op_ctxs[0],
-            input_,
-            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-            next_op_input_quantizer=next_op_input_quantizer,
-            **basic_op_kwargs[0],
-        )
-        return output, [()]
+        return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[Any, Iterable[Any], Iterable[Any]]:
+        self, basic_op_ctxs: list[OperationContext], grad_output: Any, **given: Any
+    ) -> tuple[Any, Any, Any]:
         """`op_backward`, of an operation without extra tensors."""
         self._refuse_extra("fuser_backward")
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
@@ -304,7 +248,7 @@ class BasicOperation(FusibleOperation, BaseModule):
                 f"outputs: it has to define {function}"
             )
 
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:  # noqa: A002
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
         """The operation as a chain of its own."""
         from te_torch.ops.fuser import OperationFuser
 
@@ -317,22 +261,11 @@ class FusedOperation(FusibleOperation):
     def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
         super().__init__()
         if not basic_ops:
-            raise ArgumentError(type(self).__name__, "no operations", "one or more", "pass the operations that it fuses")
+            raise ArgumentError(type(self).__name__, "no operations", "one or more", "pass those that it fuses")
         self.basic_ops = torch.nn.ModuleList(basic_ops)
 
-    def get_input_quantizer(self) -> Any:
-        """That of its first operation."""
-        return self.basic_ops[0].get_input_quantizer()
-
-    def get_grad_output_quantizer(self) -> Any:
-        """That of its last one."""
-        return self.basic_ops[-1].get_grad_output_quantizer()
-
     def forward(
-        self,
-        input: torch.Tensor,  # noqa: A002
-        *extra_inputs: torch.Tensor,
-        basic_op_kwargs: list[dict[str, Any]] | None = None,
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None
     ) -> Any:
         """The operations as a chain of their own."""
         from te_torch.ops.fuser import OperationFuser

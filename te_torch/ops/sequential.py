@@ -46,7 +46,7 @@ class Sequential(torch.nn.Sequential):
 
     def forward(  # type: ignore[override]
         self,
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         *extra_inputs: torch.Tensor,
         op_kwargs: Mapping[Any, dict[str, Any]] | None = None,
     ) -> Any:

@@ -37,38 +37,33 @@ def is_quantized(t: Any) -> bool:
 
 def dense(t: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The values of a tensor, plain and contiguous."""
-    values = t.dequantize() if is_quantized(t) else t
-    return values.detach().to(dtype or values.dtype).contiguous()  # type: ignore[no-any-return]
+    values: torch.Tensor = t.dequantize() if is_quantized(t) else t
+    return values.detach().to(dtype or values.dtype).contiguous()
 
 
-def matrix(t: torch.Tensor) -> Tensor:
-    """A dense tensor as the core reads it: leading dimensions are one."""
-    flat = t.reshape(-1, t.shape[-1]) if t.ndim else t.reshape(1, 1)
-    return to_core_shape(flat) if t.is_meta else to_core(flat)
-
-
-def vector(t: torch.Tensor) -> Tensor:
-    """A dense vector as the core reads it."""
+def core_of(t: torch.Tensor) -> Tensor:
+    """A dense tensor as the core reads it."""
     return to_core_shape(t) if t.is_meta else to_core(t)
 
 
-def quantized(t: Any, quantizer: Any, columnwise: bool) -> Any:
+def matrix(t: torch.Tensor) -> Tensor:
+    """The same with leading dimensions as one."""
+    return core_of(t.reshape(-1, t.shape[-1]) if t.ndim else t.reshape(1, 1))
+
+
+def quantized(t: Any, quantizer: Any, dtype: torch.dtype, columnwise: bool) -> Any:
     """A tensor as this quantizer makes it: itself if it came so, with the copies that are read."""
-    if isinstance(t, QuantizedTensorStorage):
-        if isinstance(t, HybridQuantizedTensorStorage):
-            if isinstance(quantizer, HybridQuantizer) and all(t.get_usages().values()):
-                return t
-        elif type(quantizer).operand is not Quantizer.operand and (rule := quantizer.operand) is not None:
-            there = t.get_usages()
-            if t._format is rule.format and there["rowwise"] and (there["columnwise"] or not columnwise or _turns(t)):
-                return t
-        t = t.dequantize()
-    return quantizer(t.detach().contiguous())
-
-
-def _turns(t: QuantizedTensorStorage) -> bool:
-    """Whether the rowwise copy tells the columnwise one."""
-    return t._format.scaling == "tensor" or (t._format.scaling == "block" and t._format.tiled)
+    if not is_quantized(t):
+        return quantizer(t.detach().to(dtype).contiguous())
+    if isinstance(t, HybridQuantizedTensorStorage):
+        fits = isinstance(quantizer, HybridQuantizer) and all(t.get_usages().values())
+    else:
+        rule = quantizer.operand if type(quantizer).operand is not Quantizer.operand else None
+        there, form = t.get_usages(), t._format
+        turns = form.scaling == "tensor" or (form.scaling == "block" and form.tiled)  # one copy tells the other
+        fits = rule is not None and form is rule.format and there["rowwise"]
+        fits = fits and (there["columnwise"] or turns or not columnwise)
+    return t if fits else quantizer(t.dequantize())
 
 
 def without_rows(t: Any, came: Any) -> Any:
@@ -83,11 +78,10 @@ def _operand(t: Any, columnwise: bool) -> Tensor | QuantizedTensor:
         t = t.columnwise_sub_storage if columnwise else t.rowwise_sub_storage
     if not isinstance(t, QuantizedTensorStorage):
         return matrix(dense(t))
-    found = t.to_core()
+    found: Tensor | QuantizedTensor = t.to_core()
     if isinstance(found, QuantizedTensor) and columnwise and found.columnwise is None:
-        first = next(b for b in t.flatten_inner() if b is not None)
-        found = with_columnwise(runtime_for(first), found)
-    return found  # type: ignore[no-any-return]
+        found = with_columnwise(runtime_for(t.flatten_inner()[0]), found)
+    return found
 
 
 def product(
@@ -104,23 +98,14 @@ def product(
     a_columns, b_columns = _COLUMNS[gemm]
     left, right = _operand(a, a_columns), _operand(b, b_columns)
     rt, result = runtime_for(out), matrix(out)
-    added = None if bias is None else vector(bias)
+    how: dict[str, Any] = {"bias": None if bias is None else core_of(bias), "accumulate": accumulate}
     if isinstance(left, QuantizedTensor) and isinstance(right, QuantizedTensor):
-        how = {"split_accumulator": gemm != "fprop"} if precision is None else precision.of_product(gemm)
-        columns = {"a_columnwise": a_columns, "b_columnwise": b_columns}
-        core.gemm_quantized(rt, left, right, result, bias=added, accumulate=accumulate, **columns, **how)
+        how |= {"split_accumulator": gemm != "fprop"} if precision is None else precision.of_product(gemm)
+        core.gemm_quantized(rt, left, right, result, a_columnwise=a_columns, b_columnwise=b_columns, **how)
         return
     dtype = next(t.dtype for t in (left, right) if isinstance(t, Tensor))
-    core.gemm(
-        rt,
-        dense_columns(rt, left, dtype, a_columns),
-        dense_columns(rt, right, dtype, b_columns),
-        trans_a=a_columns,
-        trans_b=not b_columns,
-        bias=added,
-        out=result,
-        accumulate=accumulate,
-    )
+    x, y = dense_columns(rt, left, dtype, a_columns), dense_columns(rt, right, dtype, b_columns)
+    core.gemm(rt, x, y, trans_a=a_columns, trans_b=not b_columns, out=result, **how)
 
 
 def cast_of(quantizer: Any) -> Cast | None:
@@ -132,18 +117,11 @@ def cast_of(quantizer: Any) -> Cast | None:
     return run.cast_of(rule, quantizer.rowwise_usage, quantizer.columnwise_usage, *lasting)
 
 
-def delivered(
-    compute: Callable[[Cast | None], tuple[Tensor | None, QuantizedTensor | None]],
-    quantizer: Any,
-    shape: Any,
-    dtype: torch.dtype,
-) -> Any:
-    """What computes a result, given a cast or None, as a tensor of this shape: quantized, if there is a quantizer."""
+def delivered(compute: Callable[..., tuple[Any, Any]], quantizer: Any, shape: Any, dtype: torch.dtype) -> Any:
+    """What `compute`, given a cast or None, makes, as a tensor of this shape: quantized, if there is a quantizer."""
     cast = cast_of(quantizer)
     values, made = compute(cast)
     if cast is not None:
-        assert made is not None
         return from_core(made, shape, dtype, quantizer.copy())
-    assert values is not None
     plain = to_torch(values).view(shape)
     return plain if quantizer is None else quantizer(plain)

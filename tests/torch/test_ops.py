@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_torch as te
@@ -142,7 +142,9 @@ def test_an_operation_is_its_formula(name: str, device: str, dtype: torch.dtype)
     else:
         formula_out = formula(leaves[0], *leaves[1:], *parameters)
     outs = formula_out if isinstance(formula_out, tuple) else (formula_out,)
-    torch.autograd.backward(outs, [values(*o.shape, seed=7 + i, dtype=dtype).to(device).double() for i, o in enumerate(outs)])
+    torch.autograd.backward(
+        outs, [values(*o.shape, seed=7 + i, dtype=dtype).to(device).double() for i, o in enumerate(outs)]
+    )
     wanted = {f"y{i or ''}": o for i, o in enumerate(outs)} | {f"dx{i or ''}": x.grad for i, x in enumerate(leaves)}
     wanted |= {n: p.grad for (n, _), p in zip(op.named_parameters(), parameters, strict=True)}
     assert found.keys() == wanted.keys()
@@ -228,7 +230,9 @@ def test_kwargs_go_to_the_operation_that_is_named() -> None:
     model = ops.Sequential(nn.Identity(), Plus(), Plus(), ops.Linear(2, 2, device="cpu"))
     x = torch.zeros(2)
     base = model(x)
-    assert torch.allclose(model(x, op_kwargs={1: {"more": 1.0}, model[2]: {"more": 2.0}}) - base, model[3].weight.sum(1) * 3)
+    assert torch.allclose(
+        model(x, op_kwargs={1: {"more": 1.0}, model[2]: {"more": 2.0}}) - base, model[3].weight.sum(1) * 3
+    )
     for key in (0, 3, Plus()):
         with pytest.raises(ValueError, match="op_kwargs"):
             model(x, op_kwargs={key: {}})

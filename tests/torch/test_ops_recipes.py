@@ -80,7 +80,10 @@ def test_a_chain_gives_the_bits_of_the_module_that_it_is(chain: str, recipe: str
     torch.manual_seed(0)
     for i in range(3):  # delayed scales have moved by then
         x = values(2, 16, WIDTH, device=device, dtype=dtype, seed=i)
-        wanted, found = by_place(step(module, x, recipes.region(recipe))), by_place(step(model, x, recipes.region(recipe)))
+        wanted, found = (
+            by_place(step(module, x, recipes.region(recipe))),
+            by_place(step(model, x, recipes.region(recipe))),
+        )
     if "stochastic" in str(recipe) or _draws(recipe):
         found, wanted = {"0": found["0"]}, {"0": wanted["0"]}  # forward alone does not draw
     if device == "cpu":
@@ -286,7 +289,9 @@ def test_a_chain_may_be_run_again(recipe: str | None, way: str) -> None:
 def test_a_model_on_the_meta_device_is_filled_by_its_first_forward() -> None:
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
         model = ops.Sequential(
-            ops.LayerNorm(32, device="meta"), ops.Linear(32, 16, device="meta"), ops.GroupedLinear(2, 16, 8, device="meta")
+            ops.LayerNorm(32, device="meta"),
+            ops.Linear(32, 16, device="meta"),
+            ops.GroupedLinear(2, 16, 8, device="meta"),
         )
     assert all(p.is_meta for p in model.parameters())
     with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling(), emulate=True):

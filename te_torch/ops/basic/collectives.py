@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from te_torch.ops.op import BasicOperation, OperationContext
+from te_torch.ops.op import BasicOperation
 from te_torch.ops.values import dense
 from te_torch.training.collectives import (
     allreduce,
@@ -22,35 +20,30 @@ class _Collective(BasicOperation):
         self.process_group = process_group
         self.process_group_size = get_distributed_world_size(process_group)
 
-    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Exchange the input."""
-        return input_ if self.process_group_size == 1 else self._exchanged(input_)
+    def op_forward(self, ctx, input_, **_):
+        return input_ if self.process_group_size == 1 else self._exchanged(input_, True)
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Any, tuple[()]]:
-        """Exchange the gradient the other way."""
-        return grad_output if self.process_group_size == 1 else self._exchanged_back(grad_output), ()
+    def op_backward(self, ctx, grad_output):
+        return grad_output if self.process_group_size == 1 else self._exchanged(grad_output, False), ()
 
-    def _exchanged(self, x: Any) -> Any:
-        raise NotImplementedError
-
-    def _exchanged_back(self, dy: Any) -> Any:
+    def _exchanged(self, t: Any, forward: bool) -> Any:
         raise NotImplementedError
 
 
 class AllGather(_Collective):
     """The rows of all ranks, one after another; backward gives each rank the sum of its rows' gradients."""
 
-    def _exchanged(self, x: Any) -> Any:
-        return gather_along_first_dim(x, self.process_group)[0]
+    def _exchanged(self, t: Any, forward: bool) -> Any:
+        if forward:
+            return gather_along_first_dim(t, self.process_group)[0]
+        return reduce_scatter_along_first_dim(dense(t), self.process_group)[0]
 
-    def _exchanged_back(self, dy: Any) -> Any:
-        return reduce_scatter_along_first_dim(dense(dy), self.process_group)[0]
 
-
-class ReduceScatter(_Collective):
+class ReduceScatter(AllGather):
     """This rank's rows of the sum over ranks; backward gathers the gradients."""
 
-    _exchanged, _exchanged_back = AllGather._exchanged_back, AllGather._exchanged
+    def _exchanged(self, t: Any, forward: bool) -> Any:
+        return super()._exchanged(t, not forward)
 
 
 class AllReduce(_Collective):
@@ -60,8 +53,5 @@ class AllReduce(_Collective):
         super().__init__(process_group)
         self._reduce_in_backward = reduce_in_backward
 
-    def _exchanged(self, x: Any) -> Any:
-        return allreduce(dense(x), self.process_group)[0]
-
-    def _exchanged_back(self, dy: Any) -> Any:
-        return dy
+    def _exchanged(self, t: Any, forward: bool) -> Any:
+        return allreduce(dense(t), self.process_group)[0] if forward else t

@@ -16,13 +16,14 @@ from te_torch.ops.values import dense
 from te_torch.runtime import FLOATS, TO_CORE, amp_dtype, default_device, outside_autocast, runtime_for
 
 
-class GroupedLinear(BasicOperation, modules.GroupedLinear):
+class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc]
     """y_i = x_i w_i^T + b_i for groups of rows x_i: how many each has is an extra input.
 
     With `scale_bias` a second extra input has a number for each row, by which the row's bias is multiplied.
     """
 
-    gemms = 1
+    weight0: Any
+    gemms = 1  # until the module says how many
 
     def __init__(
         self,
@@ -62,15 +63,7 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):
     _weight_names = modules.GroupedLinear._weight_names
     quantizer_roles = modules.GroupedLinear.quantizer_roles
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: Any,
-        input_: Any,
-        *,
-        basic_op_extra_inputs: Any,
-        basic_op_kwargs: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs=({},), **_):
         """The module's forward, whose node in autograd's graph backward runs by itself."""
         (ctx,), ((splits, *scales),), (given,) = basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs
         x = dense(input_, amp_dtype(input_.device.type) or self.weight0.dtype)
@@ -89,7 +82,7 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):
             rows.add_(added)
         return out, [()]
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
         """The gradients of the input, of all parameters, and of the scales."""
         (ctx,), n, ds = basic_op_ctxs, self.num_groups, None
         dy = dense(grad_output)

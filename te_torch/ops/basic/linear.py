@@ -16,8 +16,8 @@ from te_torch.forks import fork_of
 from te_torch.function import main_gradient, stand_in_gradient
 from te_torch.ops.basic.collectives import AllReduce, ReduceScatter
 from te_torch.ops.basic.small import Bias, local_size
-from te_torch.ops.op import BasicOperation, FusedOperation, OperationContext
-from te_torch.ops.values import dense, is_quantized, product, quantized, without_rows
+from te_torch.ops.op import BasicOperation, FusedOperation
+from te_torch.ops.values import dense, product, quantized, without_rows
 from te_torch.runtime import amp_dtype, check_input, default_device
 from te_torch.training.collectives import (
     allreduce,
@@ -31,6 +31,8 @@ kaiming_init = partial(torch.nn.init.kaiming_uniform_, a=sqrt(5))
 
 class BasicLinear(BasicOperation):
     """y = x w^T, in the precision of the active `autocast` region."""
+
+    weight: Any
 
     def __init__(
         self,
@@ -76,15 +78,15 @@ class BasicLinear(BasicOperation):
     def _weight_names(self) -> tuple[str, ...]:
         return ("weight",)
 
-    def get_input_quantizer(self) -> Any:
+    def get_input_quantizer(self):
         """That of the input, unless it travels first."""
         return None if self._travels("column") else super().get_input_quantizer()
 
-    def get_grad_output_quantizer(self) -> Any:
+    def get_grad_output_quantizer(self):
         """That of the output's gradient, unless it travels first."""
         return None if self._travels("row") else super().get_grad_output_quantizer()
 
-    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+    def pre_fuser_forward(self, *, requires_grad):
         """Say which copies quantizers make."""
         x, w = (self.get_quantizer("forward", i) for i in range(2))
         grad, trains = self.get_quantizer("backward", 0), requires_grad and self.weight.requires_grad
@@ -94,15 +96,7 @@ class BasicLinear(BasicOperation):
         if grad is not None:
             grad.set_usage(rowwise=True, columnwise=trains)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: torch.Tensor,
-        *,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **_):
         """x w^T."""
         return self.multiply(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer)
 
@@ -128,35 +122,34 @@ class BasicLinear(BasicOperation):
         ctx.dtype = dtype = amp_dtype(x.device.type) or self.weight.dtype
         ctx.weight_requires_grad = trains = ctx.requires_grad and self.weight.requires_grad
         ctx.input_requires_grad = before = ctx.requires_grad and ctx.input_requires_grad
-        came, w, kept = x, self.weight, None
-        if self._travels("column"):
-            kept = came = dense(x, dtype)
-            x, _ = gather_along_first_dim(kept, self.tensor_parallel_group)
+        came, w, row = x, self.weight, self.tensor_parallel_mode == "row"
+        gathers, whole = self._travels("column"), override is None
+        if gathers:
+            came = dense(x, dtype)
+            x, _ = gather_along_first_dim(came, self.tensor_parallel_group)
         if inputs is None:
             x, w = dense(x, dtype), dense(w, dtype)
         else:
-            x = quantized(x if is_quantized(x) else x.to(dtype), inputs, trains and override is None and kept is None)
-            w = quantized(w, weights, before and override is None)
-        row = self.tensor_parallel_mode == "row"
+            x = quantized(x, inputs, dtype, trains and whole and not gathers)
+            w = quantized(w, weights, dtype, before and whole)
         direct = out is not None and alpha is None and not row and out.is_contiguous() and out.dtype == dtype
-        made = out if direct else torch.empty((*x.shape[:-1], w.shape[0]), dtype=dtype, device=w.device)
+        made: Any = out if direct else torch.empty((*x.shape[:-1], w.shape[0]), dtype=dtype, device=w.device)
         added = None if bias is None else dense(bias, dtype)
         product("fprop", x, w, made, bias=added, accumulate=direct, precision=ctx.precision)
         if row:
-            sums = reduce_scatter_along_first_dim if self.sequence_parallel else allreduce
-            made, _ = sums(made, self.tensor_parallel_group)  # type: ignore[arg-type]
+            made, _ = self._summed(made)
         if out is not None and not direct:
             made = out.add_(made, alpha=1.0 if alpha is None else alpha)
         elif alpha is not None:
-            made.mul_(alpha)  # type: ignore[union-attr]
+            made.mul_(alpha)
         if override == "high_precision":
             x, w = came, self.weight
-        elif override is None:
-            x, w = without_rows(x, came), without_rows(w, self.weight) if before else None
-        ctx.save_for_backward((x if kept is None else kept) if trains else None, w if before else None)
+        elif whole:
+            x, w = came if gathers else without_rows(x, came), without_rows(w, self.weight) if before else None
+        ctx.save_for_backward(x if trains else None, w if before else None)
         return made if after is None or row else after(made)
 
-    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> tuple[Any, Any]:
+    def op_backward(self, ctx, grad_output):
         """dy w and dy^T x."""
         return self.multiply_backward(ctx, grad_output)
 
@@ -166,28 +159,22 @@ class BasicLinear(BasicOperation):
         """The backward; the input's gradient is added to `grad_input`, if that is given."""
         (x, w), dtype, group = ctx.saved_tensors, ctx.dtype, self.tensor_parallel_group
         with_quantizers, trains = ctx.with_quantized_compute, ctx.weight_requires_grad
+        column, dx, dw, pending = self.tensor_parallel_mode == "column", None, None, None
         if self._travels("row"):
             dy, _ = gather_along_first_dim(dense(dy, dtype), group)
-        if with_quantizers and ctx.grad_output_quantizer is not None:
-            dy = quantized(dy if is_quantized(dy) else dy.to(dtype), ctx.grad_output_quantizer, trains)
-        else:
-            dy = dense(dy, dtype)
-        dx = dw = pending = None
-        column = self.tensor_parallel_mode == "column"
+        read = with_quantizers and ctx.grad_output_quantizer is not None
+        dy = quantized(dy, ctx.grad_output_quantizer, dtype, trains) if read else dense(dy, dtype)
         if ctx.input_requires_grad:
             w = w if with_quantizers else dense(w, dtype)
             direct = grad_input is not None and not column and grad_input.is_contiguous()
             dx = grad_input if direct else torch.empty((*dy.shape[:-1], w.shape[1]), dtype=dtype, device=dy.device)
-            product("dgrad", dy, w, dx, accumulate=direct, precision=ctx.precision)
+            product("dgrad", dy, w, dx, accumulate=direct, precision=ctx.precision)  # type: ignore[arg-type]
             if column:
-                sums = reduce_scatter_along_first_dim if self.sequence_parallel else allreduce
-                dx, pending = sums(dx, group, async_op=True)  # type: ignore[arg-type]
+                dx, pending = self._summed(dx, async_op=True)
         if trains:
             if self._travels("column"):
                 x, _ = gather_along_first_dim(x, group)
-                if with_quantizers:
-                    ctx.input_quantizer.set_usage(rowwise=True, columnwise=True)
-                    x = quantized(x, ctx.input_quantizer, True)
+                x = quantized(x, ctx.input_quantizer, dtype, True) if with_quantizers else x
             dw = self._weight_gradient(dy, x if with_quantizers else dense(x, dtype), dtype, ctx.precision)
         if pending is not None:
             pending.wait()
@@ -196,6 +183,10 @@ class BasicLinear(BasicOperation):
         if ctx.grad_input_quantizer is not None and dx is not None and not column:
             dx = ctx.grad_input_quantizer(dx)
         return dx, (dw,)
+
+    def _summed(self, t: Any, async_op: bool = False) -> tuple[Any, Any]:
+        sums = reduce_scatter_along_first_dim if self.sequence_parallel else allreduce
+        return sums(t, self.tensor_parallel_group, async_op)
 
     def _weight_gradient(self, dy: Any, x: Any, dtype: torch.dtype, precision: Precision | None) -> torch.Tensor | None:
         """dy^T x, or what autograd gets where that goes into `main_grad`."""
@@ -265,7 +256,7 @@ class Linear(FusedOperation):
     @property
     def weight(self) -> torch.nn.Parameter:
         """The weight of its `BasicLinear`."""
-        return self.basic_ops[0].weight  # type: ignore[no-any-return]
+        return self.basic_ops[0].weight
 
     @property
     def bias(self) -> torch.nn.Parameter | None:
@@ -284,4 +275,4 @@ class Linear(FusedOperation):
         elif name == "weight" or self._has_bias:
             setattr(self.basic_ops[name == "bias"], name, param)
         elif param is not None:
-            raise ArgumentError("Linear", "a bias for an operation that was made with bias=False", "None", "leave it out")
+            raise ArgumentError("Linear", "a bias, for an operation made with bias=False", "None", "leave it out")

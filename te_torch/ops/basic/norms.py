@@ -9,17 +9,15 @@ from typing import Any
 import torch
 
 from te_core.ops import raw as core
-from te_core.quantized import Cast
 from te_torch.base.options import check_values
 from te_torch.modules.norm import check_normalized, init_norm_weight, sm_margins
 from te_torch.ops.op import BasicOperation
-from te_torch.ops.values import compute_dtype, delivered, dense, matrix, vector
+from te_torch.ops.values import compute_dtype, core_of, delivered, dense, matrix
 from te_torch.runtime import amp_dtype, default_device, runtime_for, to_torch
 
 
 class _Norm(BasicOperation):
-    kind = ""
-    _bias = False
+    weight: Any
 
     def __init__(
         self,
@@ -31,35 +29,28 @@ class _Norm(BasicOperation):
         zero_centered_gamma: bool = False,
         sm_margin: int | Mapping[str, int] = 0,
     ) -> None:
-        check_values(self.kind, {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        self.kind = kind = type(self).__name__
+        check_values(kind, {k: v for k, v in locals().items() if k not in ("self", "__class__", "kind")})
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self._shape, self.eps, self.zero_centered_gamma = torch.Size(shape), eps, zero_centered_gamma
         self._margins = sm_margins(sm_margin)
         place = {"device": device or default_device(), "dtype": dtype or torch.get_default_dtype()}
         self._add_parameter("weight", shape, init_norm_weight(zero_centered_gamma), **place)
-        if self._bias:
+        if isinstance(self, LayerNorm):
             self._add_parameter("bias", shape, torch.nn.init.zeros_, **place)
 
-    def op_forward(self, ctx: Any, input_: Any, *, next_op_input_quantizer: Any = None, **kwargs: Any) -> Any:
-        """The normalized input, quantized for the next operation if it reads it so."""
+    def op_forward(self, ctx, input_, *, next_op_input_quantizer=None, **_):
         check_normalized(type(self).__name__, input_, self._shape)
         ctx.dtype = dtype = amp_dtype(input_.device.type) or self.weight.dtype
         x = dense(input_, dtype).view(-1, prod(self._shape))
-        statistics: list[Any] = []
+        gamma, *beta = [core_of(dense(p, dtype).view(-1)) for p in self.parameters()]
+        margin, statistics = self._margins["forward" if ctx.requires_grad else "inference"], list[Any]()
+        how: dict[str, Any] = {"kind": self.kind, "eps": self.eps, "zero_centered": self.zero_centered_gamma}
 
-        def compute(cast: Cast | None) -> Any:
-            y, q, *found = core.norm_forward(
-                runtime_for(x),
-                matrix(x),
-                self._vector("weight", dtype),
-                self._vector("bias", dtype) if self._bias else None,
-                kind=self.kind,
-                eps=self.eps,
-                zero_centered=self.zero_centered_gamma,
-                cast=cast,
-                sm_margin=self._margins["forward" if ctx.requires_grad else "inference"],
-            )
+        def compute(cast: Any) -> Any:
+            beta_, rt = (beta or [None])[0], runtime_for(x)
+            y, q, *found = core.norm_forward(rt, matrix(x), gamma, beta_, cast=cast, sm_margin=margin, **how)
             statistics[:] = [to_torch(t) for t in found if t is not None]
             return y, q
 
@@ -67,62 +58,49 @@ class _Norm(BasicOperation):
         ctx.save_for_backward(x, *statistics)
         return made
 
-    def op_backward(self, ctx: Any, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The gradients of the input, the weight and the bias."""
+    def op_backward(self, ctx, grad_output):
         return self.normalize_backward(ctx, grad_output)
 
-    def normalize_backward(self, ctx: Any, dy: Any, add: torch.Tensor | None = None) -> tuple[Any, tuple[Any, ...]]:
+    def normalize_backward(self, ctx: Any, dy: Any, add: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """The backward; `add` is a gradient that the input's is added to."""
         x, *statistics = ctx.saved_tensors
         x, dy = dense(x, ctx.dtype), dense(dy, ctx.dtype)
-        *mean, rstd = [vector(t) for t in statistics]
-        dx, *rest = core.norm_backward(
-            runtime_for(x),
-            matrix(dy.view(x.shape)),
-            matrix(x),
-            self._vector("weight", ctx.dtype),
-            mean[0] if mean else None,
-            rstd,
-            kind=self.kind,
-            zero_centered=self.zero_centered_gamma,
-            sm_margin=self._margins["backward"],
-            add=None if add is None else matrix(dense(add, ctx.dtype).view(x.shape)),
-        )
-        gradients = [to_torch(t).view(self._shape) for t in rest if t is not None]
-        return to_torch(dx).view(dy.shape), (*gradients,)
-
-    def _vector(self, name: str, dtype: torch.dtype) -> Any:
-        return vector(dense(getattr(self, name), dtype).view(-1))
+        *mean, rstd = map(core_of, statistics)
+        added = None if add is None else matrix(dense(add, ctx.dtype).view(x.shape))
+        gamma = core_of(dense(self.weight, ctx.dtype).view(-1))
+        how: dict[str, Any] = {"kind": self.kind, "zero_centered": self.zero_centered_gamma, "add": added}
+        how["sm_margin"] = self._margins["backward"]
+        rows = (matrix(dy.view(x.shape)), matrix(x), gamma, mean[0] if mean else None, rstd)
+        dx, *rest = core.norm_backward(runtime_for(x), *rows, **how)
+        return to_torch(dx).view(dy.shape), tuple([to_torch(t).view(self._shape) for t in rest if t is not None])
 
 
 class LayerNorm(_Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions."""
 
-    kind, _bias = "LayerNorm", True
-
 
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the trailing dimensions."""
-
-    kind = "RMSNorm"
 
 
 class L2Normalization(BasicOperation):
     """x / sqrt(sum(x^2) + eps) over the last dimension."""
 
-    def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
+    def __init__(
+        self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
+    ) -> None:
         check_values("L2Normalization", {"eps": eps})
         super().__init__()
         self.eps = eps
 
-    def op_forward(self, ctx: Any, input_: Any, **kwargs: Any) -> torch.Tensor:
+    def op_forward(self, ctx, input_, **_):
         """The rows, each of length one."""
         x = dense(input_, compute_dtype("L2Normalization", input_))
         ctx.save_for_backward(x)
         return to_torch(core.l2_norm_forward(runtime_for(x), matrix(x), eps=self.eps)).view(x.shape)
 
-    def op_backward(self, ctx: Any, grad_output: Any) -> tuple[torch.Tensor, tuple[()]]:
+    def op_backward(self, ctx, grad_output):
         """The gradient of the rows."""
         (x,) = ctx.saved_tensors
-        dy = dense(grad_output, x.dtype)
-        return to_torch(core.l2_norm_backward(runtime_for(x), matrix(dy), matrix(x), eps=self.eps)).view(x.shape), ()
+        dx = core.l2_norm_backward(runtime_for(x), matrix(dense(grad_output, x.dtype)), matrix(x), eps=self.eps)
+        return to_torch(dx).view(x.shape), ()

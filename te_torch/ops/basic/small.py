@@ -10,8 +10,8 @@ from te_core.errors import ArgumentError
 from te_core.ops import raw as core
 from te_torch.base.options import check_values
 from te_torch.draws import random_pair
-from te_torch.ops.op import BasicOperation, OperationContext
-from te_torch.ops.values import cast_of, compute_dtype, dense, is_quantized, matrix, vector
+from te_torch.ops.op import BasicOperation
+from te_torch.ops.values import cast_of, compute_dtype, core_of, dense, is_quantized, matrix
 from te_torch.runtime import default_device, runtime_for, to_core, to_torch
 from te_torch.tensors.wrap import from_core
 from te_torch.training.collectives import get_distributed_world_size
@@ -29,11 +29,11 @@ def local_size(operation: str, name: str, size: int, ranks: int) -> int:
 class Identity(BasicOperation):
     """The input."""
 
-    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def op_forward(self, ctx, input_, **_):
         """The input itself."""
         return input_
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Any, tuple[()]]:
+    def op_backward(self, ctx, grad_output):
         """The gradient itself."""
         return grad_output, ()
 
@@ -45,12 +45,12 @@ class Reshape(BasicOperation):
         super().__init__()
         self._shape = tuple(shape)
 
-    def op_forward(self, ctx: Any, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def op_forward(self, ctx, input_, **_):
         """The input in this shape."""
         ctx.input_shape = input_.shape
         return input_.reshape(self._shape)
 
-    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> tuple[Any, tuple[()]]:
+    def op_backward(self, ctx, grad_output):
         """The gradient in the input's shape."""
         return grad_output.reshape(ctx.input_shape), ()
 
@@ -64,17 +64,19 @@ class ConstantScale(BasicOperation):
             raise ArgumentError("ConstantScale", f"scale={scale!r}", "a finite number", "correct scale")
         self.scale = scale
 
-    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def op_forward(self, ctx, input_, **_):
         """x * scale."""
         return input_ * self.scale
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[Any, tuple[()]]:
+    def op_backward(self, ctx, grad_output):
         """dy * scale."""
         return grad_output * self.scale, ()
 
 
 class Bias(BasicOperation):
     """x + b over the last dimension."""
+
+    bias: Any
 
     def __init__(
         self,
@@ -94,18 +96,12 @@ class Bias(BasicOperation):
         if self.tensor_parallel:
             self._mark_parallel(0, "bias")
 
-    def op_forward(
-        self, ctx: Any, input_: torch.Tensor, *, prev_op_grad_output_quantizer: Any = None, **kwargs: Any
-    ) -> torch.Tensor:
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, **_):
         """x + b."""
-        self.note(ctx, prev_op_grad_output_quantizer)
+        ctx.grad_input_quantizer = prev_op_grad_output_quantizer
         return input_ + self.bias
 
-    def note(self, ctx: Any, quantizer: Any) -> None:
-        """What backward delivers its gradient with."""
-        ctx.grad_input_quantizer = quantizer
-
-    def op_backward(self, ctx: Any, grad_output: Any) -> tuple[Any, tuple[Any]]:
+    def op_backward(self, ctx, grad_output):
         """(dy, its sum over the leading dimensions), where dy may come quantized by the same kernel."""
         if grad_output.ndim == 1:
             return grad_output, (dense(grad_output),)
@@ -113,9 +109,9 @@ class Bias(BasicOperation):
         dy = dense(grad_output)
         db = torch.empty(dy.shape[-1], dtype=dy.dtype, device=dy.device)
         if (cast := cast_of(quantizer)) is None:
-            core.column_sum(runtime_for(dy), matrix(dy), vector(db))
+            core.column_sum(runtime_for(dy), matrix(dy), core_of(db))
             return grad_output if quantizer is None else quantizer(dy), (db,)
-        made = core.quantize(runtime_for(dy), matrix(dy), cast, column_sum=vector(db))
+        made = core.quantize(runtime_for(dy), matrix(dy), cast, column_sum=core_of(db))
         return from_core(made, dy.shape, dy.dtype, quantizer.copy()), (db,)
 
 
@@ -128,7 +124,7 @@ class Dropout(BasicOperation):
             raise ArgumentError("Dropout", f"p={p!r}", "a probability", "correct p")
         self.dropout_probability = p
 
-    def op_forward(self, ctx: Any, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def op_forward(self, ctx, input_, **_):
         """dropout(x)."""
         ctx.dropout_probability = p = self.dropout_probability if self.training else 0.0
         if not p:
@@ -139,14 +135,12 @@ class Dropout(BasicOperation):
         made = core.bias_dropout_add(runtime_for(x), matrix(x), None, None, p=p, rng=to_core(pair))
         return to_torch(made).view(x.shape)
 
-    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> tuple[Any, tuple[()]]:
+    def op_backward(self, ctx, grad_output):
         """The gradient of what was kept."""
         if not ctx.dropout_probability:
             return grad_output, ()
         dy, (pair,) = dense(grad_output), ctx.saved_tensors
-        made = core.bias_dropout_add_backward(
-            runtime_for(dy), matrix(dy), p=ctx.dropout_probability, rng=to_core(pair)
-        )
+        made = core.bias_dropout_add_backward(runtime_for(dy), matrix(dy), p=ctx.dropout_probability, rng=to_core(pair))
         return to_torch(made).view(dy.shape), ()
 
 
@@ -161,52 +155,50 @@ class Quantize(BasicOperation):
         """One in each direction that is quantized."""
         return int(self._quantizes[mode])
 
-    def op_forward(self, ctx: Any, input_: Any, **kwargs: Any) -> Any:
+    def op_forward(self, ctx, input_, **_):
         """The input, quantized unless it is already."""
         quantizer = self.get_quantizer("forward", 0) if self._quantizes["forward"] else None
         ctx.quantize_backward = self.get_grad_output_quantizer() is not None
         return input_ if quantizer is None or is_quantized(input_) else quantizer(input_.detach())
 
-    def op_backward(self, ctx: Any, grad_output: Any) -> tuple[Any, tuple[()]]:
+    def op_backward(self, ctx, grad_output):
         """The gradient, quantized unless it is already."""
         if ctx.quantize_backward and not is_quantized(grad_output):
             grad_output = self.get_grad_output_quantizer()(grad_output)
         return grad_output, ()
 
 
-class AddExtraInput(BasicOperation):
+class _WithExtra(BasicOperation):
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self._in_place = in_place
+
+
+class AddExtraInput(_WithExtra):
     """The input plus an extra input; in place, the sum is written into the extra one."""
 
     num_extra_inputs = 1
 
-    def __init__(self, *, in_place: bool = False) -> None:
-        super().__init__()
-        self._in_place = in_place
-
-    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, **kwargs: Any) -> Any:
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
         """x + extra."""
         extra = basic_op_extra_inputs[0][0]
         return extra.detach().add_(input_) if self._in_place else extra + input_, [()]
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
         """dy for both."""
         return grad_output, [()], [(grad_output,)]
 
 
-class MakeExtraOutput(BasicOperation):
+class MakeExtraOutput(_WithExtra):
     """The input, which is an extra output, too; in place, gradients are added up in that of the extra one."""
 
     num_extra_outputs = 1
 
-    def __init__(self, *, in_place: bool = False) -> None:
-        super().__init__()
-        self._in_place = in_place
-
-    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **kwargs: Any) -> Any:
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
         """The input, twice."""
         return input_, [(input_,)]
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         """The sum of both gradients."""
         extra = basic_op_grad_extra_outputs[0][0]
         if extra is None:
