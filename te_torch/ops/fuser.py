@@ -121,10 +121,13 @@ class OperationFuser:
         input._do_not_clear = True  # type: ignore[attr-defined]  # as documented: operations free what they made alone
         if first < self._num_basic_ops:
             parameters = [p for op in self._basic_ops for p in op.parameters()]
-            found = _Chain.apply(run, input, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+            found = _Chain.apply(run, input, *parameters, *extra_inputs)
         else:
             found = run.forward(input)
         return found if len(found) > 1 else found[0]
+
+
+FusibleOperation._fuser = OperationFuser
 
 
 def _source(channel: str | None, producers: dict[str, tuple[int, int]], reader: int) -> tuple[int, int] | None:

@@ -40,6 +40,7 @@ class FusibleOperation(torch.nn.Module):
     """A basic operation, or several fused into one."""
 
     basic_ops: Any  # of a fused one
+    _fuser: Any  # OperationFuser
 
     def pre_first_fuser_forward(self) -> None:
         """Called before the first forward of a chain."""
@@ -47,14 +48,18 @@ class FusibleOperation(torch.nn.Module):
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Called before each forward of a chain; `requires_grad` says whether backward comes to this operation."""
 
-    def fuser_forward(self, basic_op_ctxs: list[OperationContext], input_: Any, **given: Any) -> tuple[Any, Any]:
-        """(the output, the extra outputs of each basic operation)."""
+    def fuser_forward(self, *args: Any, **given: Any) -> Any:
+        """(the output, the extra outputs of each basic operation), of their contexts and the input.
+
+        By name it is given basic_op_extra_inputs, basic_op_kwargs, prev_op_grad_output_quantizer and
+        next_op_input_quantizer: the first two have an element for each basic operation.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no forward of its own")
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Any, **given: Any
-    ) -> tuple[Any, Any, Any]:
-        """(the input's gradient, for each basic operation its parameters' gradients, and its extra inputs')."""
+    def fuser_backward(self, *args: Any, **given: Any) -> Any:
+        """(the input's gradient, for each basic operation its parameters' gradients, and its extra inputs'), of their
+        contexts and the output's gradient. By name it is given basic_op_grad_extra_outputs.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
 
@@ -175,7 +180,7 @@ class BasicOperation(FusibleOperation, BaseModule):
         """(number of the precision of this call, scaling state, whether a checkpoint runs it again)."""
         number, state, again = 0 if active.region is None else active.region.precision, None, False
         if any(map(self.num_quantizers, MODES)):
-            _, number, state, again = self._enter(torch.empty(0, device=device))  # type: ignore[assignment]
+            _, number, state, again = self._enter(torch.empty(0, device=device))
         rule = precision_of(number)
         if rule is not None and rule.input is not None and rule.input.scaling == "calibrate":
             number, state = 0, None  # calibration runs in high precision
@@ -220,25 +225,18 @@ class BasicOperation(FusibleOperation, BaseModule):
         """(the input's gradient, a gradient for each parameter)."""
         raise NotImplementedError(f"{type(self).__name__} defines no op_backward")
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Any,
-        *,
-        basic_op_extra_inputs: Any = None,
-        basic_op_kwargs: Any = ({},),
-        **quantizers: Any,
-    ) -> tuple[Any, Any]:
+    def fuser_forward(self, *args: Any, **given: Any) -> Any:
         """`op_forward`, of an operation without extra tensors."""
         self._refuse_extra("fuser_forward")
-        return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
+        (ctx,), input_ = args
+        del given["basic_op_extra_inputs"]
+        return self.op_forward(ctx, input_, **given.pop("basic_op_kwargs")[0], **given), [()]
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Any, **given: Any
-    ) -> tuple[Any, Any, Any]:
+    def fuser_backward(self, *args: Any, **given: Any) -> Any:
         """`op_backward`, of an operation without extra tensors."""
         self._refuse_extra("fuser_backward")
-        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        (ctx,), grad_output = args
+        grad_input, grad_params = self.op_backward(ctx, grad_output)
         return grad_input, [grad_params], [()]
 
     def _refuse_extra(self, function: str) -> None:
@@ -250,9 +248,7 @@ class BasicOperation(FusibleOperation, BaseModule):
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
         """The operation as a chain of its own."""
-        from te_torch.ops.fuser import OperationFuser
-
-        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=[kwargs])
+        return self._fuser([self])(input, *extra_inputs, basic_op_kwargs=[kwargs])
 
 
 class FusedOperation(FusibleOperation):
@@ -268,6 +264,4 @@ class FusedOperation(FusibleOperation):
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None
     ) -> Any:
         """The operations as a chain of their own."""
-        from te_torch.ops.fuser import OperationFuser
-
-        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        return self._fuser([self])(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)

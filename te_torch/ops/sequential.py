@@ -41,14 +41,12 @@ class Sequential(torch.nn.Sequential):
         """Modules, and a chain for the operations that follow one another."""
         groups: list[Any] = []
         for fusible, some in groupby(modules, lambda m: isinstance(m, FusibleOperation)):
-            groups += [OperationFuser(some)] if fusible else some  # type: ignore[arg-type]
+            found: list[Any] = list(some)
+            groups += [OperationFuser(found)] if fusible else found
         return groups
 
-    def forward(  # type: ignore[override]
-        self,
-        input: torch.Tensor,
-        *extra_inputs: torch.Tensor,
-        op_kwargs: Mapping[Any, dict[str, Any]] | None = None,
+    def forward(
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Mapping[Any, dict[str, Any]] | None = None
     ) -> Any:
         """The output, or a tuple of it and the extra outputs of operations.
 

@@ -110,7 +110,7 @@ def product(
 
 def cast_of(quantizer: Any) -> Cast | None:
     """How a kernel delivers its result as this quantizer would make it; None where only the quantizer can."""
-    lasting = None if quantizer is None else quantizer._lasting()
+    lasting: Any = None if quantizer is None else quantizer._lasting()
     rule = None if lasting is None else quantizer.operand
     if rule is None or rule.columnwise is not None:
         return None

@@ -283,11 +283,11 @@ WRONG_CHANNELS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "empty": (lambda: ops.AddExtraInput().set_extra_input_channel(0, ""), ValueError, "non-empty string"),
     "number": (lambda: ops.AddExtraInput().set_extra_input_channel(0, 3), ValueError, "non-empty string"),
     "flag": (
-        lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=1), TypeError, "output_to_caller"
+        lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=1), TypeError, "is no bool"
     ),
     "late": (
-        lambda: ops.Sequential(op := ops.Identity(), op2 := ops.AddExtraInput())(torch.ones(1), torch.ones(1)) is None
-        or op2.set_extra_input_channel(0, "x"),
+        lambda: ops.Sequential(op := ops.AddExtraInput())(torch.ones(1), torch.ones(1)) is None
+        or op.set_extra_input_channel(0, "x"),
         RuntimeError,
         "already captured its channel routing",
     ),

@@ -37,8 +37,8 @@ class _Function(BasicOperation):
         """dy act'(x), quantized if there is a quantizer; `sums` is set to its sums over the leading dimensions."""
 
         def compute(cast: Any) -> Any:
-            how = {"clamp": self._clamp, "cast": cast, "column_sum": None if sums is None else core_of(sums)}
-            return core.activation_backward(runtime_for(x), matrix(dy), matrix(x), self.kind, **how)  # type: ignore[arg-type]
+            how: Any = {"clamp": self._clamp, "cast": cast, "column_sum": None if sums is None else core_of(sums)}
+            return core.activation_backward(runtime_for(x), matrix(dy), matrix(x), self.kind, **how)
 
         return delivered(compute, quantizer, x.shape, x.dtype)
 

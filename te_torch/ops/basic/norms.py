@@ -49,8 +49,8 @@ class _Norm(BasicOperation):
         how: dict[str, Any] = {"kind": self.kind, "eps": self.eps, "zero_centered": self.zero_centered_gamma}
 
         def compute(cast: Any) -> Any:
-            beta_, rt = (beta or [None])[0], runtime_for(x)
-            y, q, *found = core.norm_forward(rt, matrix(x), gamma, beta_, cast=cast, sm_margin=margin, **how)
+            b, rt = beta[0] if beta else None, runtime_for(x)
+            y, q, *found = core.norm_forward(rt, matrix(x), gamma, b, cast=cast, sm_margin=margin, **how)
             statistics[:] = [to_torch(t) for t in found if t is not None]
             return y, q
 

@@ -105,7 +105,7 @@ class Bias(BasicOperation):
         """(dy, its sum over the leading dimensions), where dy may come quantized by the same kernel."""
         if grad_output.ndim == 1:
             return grad_output, (dense(grad_output),)
-        quantizer = None if is_quantized(grad_output) else ctx.grad_input_quantizer
+        quantizer: Any = None if is_quantized(grad_output) else ctx.grad_input_quantizer
         dy = dense(grad_output)
         db = torch.empty(dy.shape[-1], dtype=dy.dtype, device=dy.device)
         if (cast := cast_of(quantizer)) is None:
