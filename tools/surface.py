@@ -28,6 +28,7 @@ FACES = (
     "te_torch.attention",
     "te_torch.constants",
     "te_torch.debug",
+    "te_torch.ops",
     "te_torch.optimizers",
     "te_torch.recipe",
     "te_torch.tensors",

@@ -8,10 +8,11 @@ that it checks them by, and defaults from its signature.
 from te_core.described import Describer, recipes
 from te_core.layers.table import OPTIONS
 from te_torch.base.options import allowed_values
-from te_torch.described import attention, debug, functions, modules, optimizers, tensors
+from te_torch.described import attention, debug, functions, modules, ops, optimizers, tensors
 
 _options = {name: option.about for name, option in OPTIONS.items()}
 describe = Describer(_options, functions.TEXT, attention.TEXT, modules.TEXT, allowed=allowed_values).describe
 describe_tensors = Describer(recipes.TEXT, tensors.TEXT).describe
 describe_optimizers = Describer(optimizers.TEXT).describe
 describe_debug = Describer(debug.TEXT).describe
+describe_ops = Describer(ops.TEXT).describe

@@ -1,5 +1,6 @@
 """Operations that users compose: chains that run as one function of autograd, and are fused where they can be."""
 
+from te_torch.described import describe_ops
 from te_torch.ops import fused as fused
 from te_torch.ops.basic.activations import (
     GEGLU,
@@ -52,3 +53,5 @@ CHAINS = (
     "BasicOperation", "FusedOperation", "FusibleOperation", "Linear", "Sequential", "register_backward_fusion",
     "register_forward_backward_fusion", "register_forward_fusion",
 )  # fmt: skip
+
+describe_ops(globals()[name] for name in __all__)

@@ -59,7 +59,7 @@ class BackwardLinearAdd(FusedOperation):
 class BackwardLinearScale(FusedOperation):
     """The gradients of a linear whose output is scaled."""
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
         """Both gradients of the scaled one of the output."""
         linear, scale = self.basic_ops
         dx, dw = linear.multiply_backward(basic_op_ctxs[0], dense(grad_output) * scale.scale)
@@ -69,7 +69,7 @@ class BackwardLinearScale(FusedOperation):
 class BackwardActivationBias(FusedOperation):
     """The gradient of an activation, quantized, and its sums for the bias before it, in one kernel."""
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
         """The quantized gradient of the bias's input, and the bias's."""
         bias, activation = basic_op_ctxs
         x, dy = (dense(t, activation.dtype) for t in (activation.saved_tensors[0], grad_output))

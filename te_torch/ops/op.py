@@ -42,6 +42,9 @@ class FusibleOperation(torch.nn.Module):
     basic_ops: Any  # of a fused one
     _fuser: Any  # OperationFuser
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def pre_first_fuser_forward(self) -> None:
         """Called before the first forward of a chain."""
 

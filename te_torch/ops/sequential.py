@@ -48,13 +48,7 @@ class Sequential(torch.nn.Sequential):
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Mapping[Any, dict[str, Any]] | None = None
     ) -> Any:
-        """The output, or a tuple of it and the extra outputs of operations.
-
-        Args:
-            input: What the first module is given.
-            extra_inputs: Extra inputs of the operations, in their order.
-            op_kwargs: By operation, or its index: keyword arguments of its forward.
-        """
+        """The output, or a tuple of it and the extra outputs of operations."""
         if self._module_groups is None or self._grouped != tuple(self._modules.values()):
             self._grouped = tuple(self._modules.values())
             self._module_groups = self._make_module_groups(self._grouped)

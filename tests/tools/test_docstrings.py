@@ -35,6 +35,7 @@ PACKAGES = (
     "te_torch",
     "te_torch.attention",
     "te_torch.debug",
+    "te_torch.ops",
     "te_torch.optimizers",
     "te_torch.recipe",
     "te_torch.tensors",

@@ -60,7 +60,8 @@ class _Activation(_Function):
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
 
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **_):
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **given):
+        """act(x), quantized for the next operation if it reads it so."""
         ctx.dtype = compute_dtype(type(self).__name__, input_)
         x: Any = dense(input_, ctx.dtype)
         cached = self.cache_quantized_input and ctx.requires_grad
@@ -70,6 +71,7 @@ class _Activation(_Function):
         return self.value(self._halved(x), next_op_input_quantizer)
 
     def op_backward(self, ctx, grad_output):
+        """dy act'(x), quantized for the operation before if it reads it so."""
         x, dy = self._halved(dense(ctx.saved_tensors[0], ctx.dtype)), dense(grad_output, ctx.dtype)
         blocks = self.glu_interleave_size is not None
         return self._interleaved(self.gradient(dy, x, None if blocks else ctx.prev_op_grad_output_quantizer)), ()
@@ -136,11 +138,13 @@ class _SiTU(_Function):
         return (a / self.beta1).tanh(), a.sigmoid(), (b / self.beta2).tanh()
 
     def value(self, x, quantizer):
+        """act(x), quantized if there is a quantizer."""
         ta, s, tb = self._terms(x)
         y = (self.beta1 * ta * s * self.beta2 * tb).to(x.dtype)
         return y if quantizer is None else quantizer(y)
 
     def gradient(self, dy, x, quantizer, sums=None):
+        """dy act'(x), quantized if there is a quantizer."""
         (ta, s, tb), g = self._terms(x), dy.float()
         da = g * ((1 - ta * ta) * s + self.beta1 * ta * s * (1 - s)) * self.beta2 * tb
         db = g * self.beta1 * ta * s * (1 - tb * tb)
@@ -163,7 +167,8 @@ class _Scaled(_Function):
         super().__init__()
         self.glu_interleave_size, self.activation_recompute_in_mlp = glu_interleave_size, activation_recompute_in_mlp
 
-    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **given):
+        """act(x) times a scale for each row."""
         (ctx,), scales = basic_op_ctxs, basic_op_extra_inputs[0][0]
         if tuple(scales.shape) != tuple(input_.shape[:-1]):
             got = f"scales of shape {tuple(scales.shape)} for an input of {tuple(input_.shape)}"
@@ -175,7 +180,8 @@ class _Scaled(_Function):
         ctx.save_for_backward(x, scales)
         return self.value(self._halved(x), None) * scales.to(ctx.dtype)[..., None], [()]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        """The gradients of x and of the scales."""
         (ctx,) = basic_op_ctxs
         x, scales = ctx.saved_tensors
         dy, x, ds = dense(grad_output, ctx.dtype), self._halved(x), None

@@ -20,10 +20,12 @@ class _Collective(BasicOperation):
         self.process_group = process_group
         self.process_group_size = get_distributed_world_size(process_group)
 
-    def op_forward(self, ctx, input_, **_):
+    def op_forward(self, ctx, input_, **given):
+        """Exchange the input."""
         return input_ if self.process_group_size == 1 else self._exchanged(input_, True)
 
     def op_backward(self, ctx, grad_output):
+        """Exchange the gradient the other way."""
         return grad_output if self.process_group_size == 1 else self._exchanged(grad_output, False), ()
 
     def _exchanged(self, t: Any, forward: bool) -> Any:

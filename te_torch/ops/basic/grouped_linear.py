@@ -63,7 +63,7 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
     _weight_names = modules.GroupedLinear._weight_names
     quantizer_roles = modules.GroupedLinear.quantizer_roles
 
-    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs=({},), **_):
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs=({},), **given):
         """The module's forward, whose node in autograd's graph backward runs by itself."""
         (ctx,), ((splits, *scales),), (given,) = basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs
         x = dense(input_, amp_dtype(input_.device.type) or self.weight0.dtype)
@@ -82,7 +82,7 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
             rows.add_(added)
         return out, [()]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
         """The gradients of the input, of all parameters, and of the scales."""
         (ctx,), n, ds = basic_op_ctxs, self.num_groups, None
         dy = dense(grad_output)

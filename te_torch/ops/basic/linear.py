@@ -96,7 +96,7 @@ class BasicLinear(BasicOperation):
         if grad is not None:
             grad.set_usage(rowwise=True, columnwise=trains)
 
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **_):
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **given):
         """x w^T."""
         return self.multiply(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer)
 
@@ -264,12 +264,7 @@ class Linear(FusedOperation):
         return self.basic_ops[1].bias if self._has_bias else None
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Set `weight` or `bias` in the operation that has it.
-
-        Args:
-            name: "weight" or "bias".
-            param: Parameter.
-        """
+        """Set `weight` or `bias` in the operation that has it."""
         if name not in ("weight", "bias"):
             super().register_parameter(name, param)
         elif name == "weight" or self._has_bias:

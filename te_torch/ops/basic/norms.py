@@ -40,7 +40,8 @@ class _Norm(BasicOperation):
         if isinstance(self, LayerNorm):
             self._add_parameter("bias", shape, torch.nn.init.zeros_, **place)
 
-    def op_forward(self, ctx, input_, *, next_op_input_quantizer=None, **_):
+    def op_forward(self, ctx, input_, *, next_op_input_quantizer=None, **given):
+        """The normalized input, quantized for the next operation if it reads it so."""
         check_normalized(type(self).__name__, input_, self._shape)
         ctx.dtype = dtype = amp_dtype(input_.device.type) or self.weight.dtype
         x = dense(input_, dtype).view(-1, prod(self._shape))
@@ -59,6 +60,7 @@ class _Norm(BasicOperation):
         return made
 
     def op_backward(self, ctx, grad_output):
+        """The gradients of the input, the weight and the bias."""
         return self.normalize_backward(ctx, grad_output)
 
     def normalize_backward(self, ctx: Any, dy: Any, add: Any = None) -> tuple[Any, tuple[Any, ...]]:
@@ -93,7 +95,7 @@ class L2Normalization(BasicOperation):
         super().__init__()
         self.eps = eps
 
-    def op_forward(self, ctx, input_, **_):
+    def op_forward(self, ctx, input_, **given):
         """The rows, each of length one."""
         x = dense(input_, compute_dtype("L2Normalization", input_))
         ctx.save_for_backward(x)

@@ -29,7 +29,7 @@ def local_size(operation: str, name: str, size: int, ranks: int) -> int:
 class Identity(BasicOperation):
     """The input."""
 
-    def op_forward(self, ctx, input_, **_):
+    def op_forward(self, ctx, input_, **given):
         """The input itself."""
         return input_
 
@@ -45,7 +45,7 @@ class Reshape(BasicOperation):
         super().__init__()
         self._shape = tuple(shape)
 
-    def op_forward(self, ctx, input_, **_):
+    def op_forward(self, ctx, input_, **given):
         """The input in this shape."""
         ctx.input_shape = input_.shape
         return input_.reshape(self._shape)
@@ -64,7 +64,7 @@ class ConstantScale(BasicOperation):
             raise ArgumentError("ConstantScale", f"scale={scale!r}", "a finite number", "correct scale")
         self.scale = scale
 
-    def op_forward(self, ctx, input_, **_):
+    def op_forward(self, ctx, input_, **given):
         """x * scale."""
         return input_ * self.scale
 
@@ -96,7 +96,7 @@ class Bias(BasicOperation):
         if self.tensor_parallel:
             self._mark_parallel(0, "bias")
 
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, **_):
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, **given):
         """x + b."""
         ctx.grad_input_quantizer = prev_op_grad_output_quantizer
         return input_ + self.bias
@@ -124,7 +124,7 @@ class Dropout(BasicOperation):
             raise ArgumentError("Dropout", f"p={p!r}", "a probability", "correct p")
         self.dropout_probability = p
 
-    def op_forward(self, ctx, input_, **_):
+    def op_forward(self, ctx, input_, **given):
         """dropout(x)."""
         ctx.dropout_probability = p = self.dropout_probability if self.training else 0.0
         if not p:
@@ -155,7 +155,7 @@ class Quantize(BasicOperation):
         """One in each direction that is quantized."""
         return int(self._quantizes[mode])
 
-    def op_forward(self, ctx, input_, **_):
+    def op_forward(self, ctx, input_, **given):
         """The input, quantized unless it is already."""
         quantizer = self.get_quantizer("forward", 0) if self._quantizes["forward"] else None
         ctx.quantize_backward = self.get_grad_output_quantizer() is not None
@@ -179,12 +179,12 @@ class AddExtraInput(_WithExtra):
 
     num_extra_inputs = 1
 
-    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **given):
         """x + extra."""
         extra = basic_op_extra_inputs[0][0]
         return extra.detach().add_(input_) if self._in_place else extra + input_, [()]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
         """dy for both."""
         return grad_output, [()], [(grad_output,)]
 
@@ -194,7 +194,7 @@ class MakeExtraOutput(_WithExtra):
 
     num_extra_outputs = 1
 
-    def fuser_forward(self, basic_op_ctxs, input_, **_):
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
         """The input, twice."""
         return input_, [(input_,)]
 
