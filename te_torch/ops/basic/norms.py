@@ -16,7 +16,7 @@ from te_torch.ops.values import compute_dtype, core_of, delivered, dense, matrix
 from te_torch.runtime import amp_dtype, default_device, runtime_for, to_torch
 
 
-class _Norm(BasicOperation):
+class _ChainNorm(BasicOperation):
     weight: Any
 
     def __init__(
@@ -77,11 +77,11 @@ class _Norm(BasicOperation):
         return to_torch(dx).view(dy.shape), tuple([to_torch(t).view(self._shape) for t in rest if t is not None])
 
 
-class LayerNorm(_Norm):
+class LayerNorm(_ChainNorm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions."""
 
 
-class RMSNorm(_Norm):
+class RMSNorm(_ChainNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the trailing dimensions."""
 
 
