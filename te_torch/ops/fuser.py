@@ -175,14 +175,19 @@ class _Run:
                     for t, source in zip(self.given[i], self.sources[i], strict=True)
                 ])  # fmt: skip
             before, behind = places[0] - 1, places[-1] + 1
-            x, extra = op.fuser_forward(
-                [self.contexts[i] for i in places],
-                x,
-                basic_op_extra_inputs=[self.given[i] for i in places],
-                prev_op_grad_output_quantizer=self.ops[before].get_grad_output_quantizer() if before >= 0 else None,
-                next_op_input_quantizer=self.ops[behind].get_input_quantizer() if behind < len(self.ops) else None,
-                basic_op_kwargs=[self.kwargs[i] for i in places],
-            )
+            given = {
+                "basic_op_extra_inputs": [self.given[i] for i in places],
+                "prev_op_grad_output_quantizer": self.ops[before].get_grad_output_quantizer() if places[0] else None,
+                "next_op_input_quantizer": self.ops[behind].get_input_quantizer() if behind < len(self.ops) else None,
+                "basic_op_kwargs": [self.kwargs[i] for i in places],
+            }
+            try:
+                x, extra = op.fuser_forward([self.contexts[i] for i in places], x, **given)
+            except ArgumentError as error:  # of two that do not fit it says both
+                if not places[0]:
+                    raise
+                operation = f"{error.operation} behind {_names(self.ops[before : before + 1])} in a chain"
+                raise ArgumentError(operation, error.got, error.allowed, error.do, error.where) from error
             extra = [tuple(outputs) for outputs in extra]
             self._check_extra(f"{type(op).__name__}.fuser_forward", places, extra)
             for i, outputs in zip(places, extra, strict=True):

@@ -193,12 +193,13 @@ class BasicOperation(FusibleOperation, BaseModule):
         return number, state, again
 
     def _point(self, scales: Scales) -> None:
-        """Let quantizers of delayed scaling read and raise what this call reads and raises of the state."""
-        pairs: Any = (scales.forward_scale, scales.forward_amax), (scales.backward_scale, scales.backward_amax)
-        for mode, (scale, amax) in zip(MODES, pairs, strict=True):
-            for i, quantizer in enumerate(self._quantizers.get(mode, ())):
+        """Let quantizers read and raise what this call reads and raises of the state."""
+        for mode, quantizers in self._quantizers.items():
+            scale, amax, counts = (getattr(scales, f"{mode}_{name}") for name in ("scale", "amax", "nonfinite"))
+            for i, quantizer in enumerate(quantizers):
+                at = FORWARD_SLOTS * (i // 2) + i % 2 if mode == "forward" else BACKWARD_SLOTS * i
+                quantizer.nonfinite = None if counts is None else counts.owner[at]
                 if isinstance(quantizer, Float8Quantizer):
-                    at = FORWARD_SLOTS * (i // 2) + i % 2 if mode == "forward" else BACKWARD_SLOTS * i
                     quantizer.scale = scale.owner[at : at + 1]
                     quantizer.amax = torch.zeros_like(quantizer.scale) if amax is None else amax.owner[at : at + 1]
 

@@ -30,6 +30,7 @@ class Quantizer:
     """
 
     custom = False
+    nonfinite: torch.Tensor | None = None  # int64 [2]: raised by the NaNs and infinities that are cast
     _RECIPE: Any = None  # the recipe class whose modules may use these tensors
     #: Attributes that two quantizers of equal value share, for a class itself, not for what is derived from it; None:
     #: a quantizer equals only itself.
@@ -138,7 +139,7 @@ class Quantizer:
         rule = self.operand
         assert rule is not None
         with torch.no_grad():
-            return run.quantize(x, rule, rowwise, columnwise, **self._inputs(x))
+            return run.quantize(x, rule, rowwise, columnwise, nonfinite=self.nonfinite, **self._inputs(x))
 
     def _cast_into(self, tensor: torch.Tensor, storage: Any) -> bool:
         """Quantize a matrix straight into a storage's buffers; False where they are not as a cast writes them."""

@@ -72,10 +72,11 @@ def quantize(
     scale: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
     rng: torch.Tensor | None = None,
+    nonfinite: torch.Tensor | None = None,
 ) -> Buffers:
     """A contiguous matrix [M, K] by a rule; `amax`, if given, is raised to its maximum."""
     if is_real(x):
-        return of_core(_quantize(x, rule, rowwise, columnwise, scale, amax, rng))
+        return of_core(_quantize(x, rule, rowwise, columnwise, scale, amax, rng, nonfinite))
     refuse_dtensor(x)
     key = json.dumps([build(), rule.dtype.name, *[getattr(rule, n) for n in _PLAIN]])
     inner = torch.ops.te_runtime.quantize_pieces(x, scale, rng, key, rowwise, columnwise, amax is not None)
@@ -101,6 +102,7 @@ def cast_of(
     scale: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
     rng: torch.Tensor | None = None,
+    nonfinite: torch.Tensor | None = None,
 ) -> Cast:
     """How what computes a matrix quantizes it by a rule."""
 
@@ -119,6 +121,7 @@ def cast_of(
         stochastic=rule.stochastic,
         rng=None if rng is None else convert(rng),
         four_over_six=rule.four_over_six,
+        nonfinite=None if nonfinite is None else convert(nonfinite),
     )
 
 
@@ -130,9 +133,10 @@ def _quantize(
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
     rng: torch.Tensor | None,
+    nonfinite: torch.Tensor | None = None,
     out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
-    cast = cast_of(rule, rowwise, columnwise, scale, amax, rng)
+    cast = cast_of(rule, rowwise, columnwise, scale, amax, rng, nonfinite)
     convert = to_core_shape if x.is_meta else to_core
     return ops.quantize(runtime_for(x), convert(x), cast, out=out)
 

@@ -611,6 +611,10 @@ def test_an_extra_output_that_nobody_reads_has_no_gradient() -> None:
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "width": (lambda: ops.Linear(8, 8, device="cpu")(torch.ones(4, 7)), r"an input of shape \(4, 7\)"),
+    "two that do not fit": (
+        lambda: ops.Sequential(ops.Linear(8, 16, device="cpu"), ops.GELU(), ops.Linear(8, 8, device="cpu"))(torch.ones(8)),
+        r"BasicLinear behind GELU in a chain in 2.basic_ops.0: got an input of shape \(16,\)",
+    ),
     "integers": (lambda: ops.GELU()(torch.ones(4, dtype=torch.int64)), "torch.int64"),
     "mode": (lambda: ops.BasicLinear(8, 8, tensor_parallel_mode="Row", device="cpu"), "tensor_parallel_mode='Row'"),
     "size": (lambda: ops.Bias(0), "size=0"),

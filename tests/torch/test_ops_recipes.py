@@ -340,6 +340,17 @@ def test_a_users_operation_has_quantizers_of_its_own() -> None:
     ]
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_casts_count_what_is_no_number(recipe: str) -> None:
+    model = ops.Sequential(ops.RMSNorm(32, device="cpu"), ops.Linear(32, 32, device="cpu"))
+    x = values(16, 32)
+    x[3, 5] = torch.nan
+    with te.autocast(recipe=recipes.rule(recipe), emulate=True, check_finite=True):
+        model(x)
+    rows = te.nonfinite_report(model).rows
+    assert [(row.layer, row.nans) for row in rows] == [("1.basic_ops.0", 32)]
+
+
 def test_main_grad_takes_the_weights_gradient() -> None:
     op = ops.BasicLinear(16, 8, device="cpu", accumulate_into_main_grad=True)
     op.weight.main_grad = torch.full((8, 16), 0.5)
