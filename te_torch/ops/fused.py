@@ -30,7 +30,7 @@ class _ForwardLinear(FusedOperation):
                 epilogue["out"] = extra[0].detach()
         before, after = quantizers["prev_op_grad_output_quantizer"], quantizers["next_op_input_quantizer"]
         after = None if "out" in epilogue else after  # the sum is the caller's tensor
-        return linear.multiply(basic_op_ctxs[0], input_, before, after, **epilogue), [()] * len(self.basic_ops)
+        return linear._run(basic_op_ctxs[0], input_, before, after, **epilogue), [()] * len(self.basic_ops)
 
 
 class ForwardLinearBiasAdd(_ForwardLinear):
@@ -52,7 +52,7 @@ class BackwardLinearAdd(FusedOperation):
         """The sum, in the memory of the extra output's gradient."""
         extra = basic_op_grad_extra_outputs[0][0]
         extra = None if extra is None else extra.detach()
-        dx, dw = self.basic_ops[1].multiply_backward(basic_op_ctxs[1], grad_output, extra)
+        dx, dw = self.basic_ops[1]._back(basic_op_ctxs[1], grad_output, extra)
         return dx, [(), dw], [(), ()]
 
 
@@ -62,7 +62,7 @@ class BackwardLinearScale(FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **given):
         """Both gradients of the scaled one of the output."""
         linear, scale = self.basic_ops
-        dx, dw = linear.multiply_backward(basic_op_ctxs[0], dense(grad_output) * scale.scale)
+        dx, dw = linear._back(basic_op_ctxs[0], dense(grad_output) * scale.scale)
         return dx, [dw, ()], [(), ()]
 
 
@@ -83,7 +83,7 @@ class BackwardAddRMSNorm(FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         """The sum."""
         norm, extra = self.basic_ops[1], basic_op_grad_extra_outputs[0][0]
-        dx, of_norm = norm.normalize_backward(basic_op_ctxs[1], grad_output, extra)
+        dx, of_norm = norm._back(basic_op_ctxs[1], grad_output, extra)
         return dx, [(), of_norm], [(), ()]
 
 

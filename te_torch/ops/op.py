@@ -255,6 +255,25 @@ class BasicOperation(FusibleOperation, BaseModule):
         return self._fuser([self])(input, *extra_inputs, basic_op_kwargs=[kwargs])
 
 
+class Own(BasicOperation):
+    """An operation of ours: `_run` is its forward, and `_back` its backward, without what it has no parameters for."""
+
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs):
+        """As every operation's."""
+        return self._run(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer)
+
+    def op_backward(self, ctx, grad_output):
+        """As every operation's."""
+        found = self._back(ctx, grad_output)
+        return found if isinstance(found, tuple) else (found, ())
+
+    def _run(self, ctx: Any, x: Any, prev: Any, after: Any) -> Any:
+        raise NotImplementedError
+
+    def _back(self, ctx: Any, dy: Any) -> Any:
+        raise NotImplementedError
+
+
 class FusedOperation(FusibleOperation):
     """Several basic operations as one. It defines `fuser_forward`, `fuser_backward` or both, and keeps no state."""
 

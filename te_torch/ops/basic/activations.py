@@ -9,7 +9,7 @@ import torch
 from te_core.errors import ArgumentError
 from te_core.ops import raw as core
 from te_core.ops.activation import Clamp, is_gated
-from te_torch.ops.op import BasicOperation
+from te_torch.ops.op import BasicOperation, Own
 from te_torch.ops.values import compute_dtype, core_of, delivered, dense, matrix
 from te_torch.runtime import runtime_for
 from te_torch.tensors.dtype import DType
@@ -55,26 +55,24 @@ class _Function(BasicOperation):
         return dx if size is None else dx.unflatten(-1, (2, -1, size)).transpose(-3, -2).flatten(-3).contiguous()
 
 
-class _Activation(_Function):
+class _Activation(_Function, Own):
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
 
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **given):
-        """act(x), quantized for the next operation if it reads it so."""
-        ctx.dtype = compute_dtype(type(self).__name__, input_)
-        x: Any = dense(input_, ctx.dtype)
+    def _run(self, ctx, x, prev, after):
+        ctx.dtype = compute_dtype(type(self).__name__, x)
+        x = dense(x, ctx.dtype)
         cached = self.cache_quantized_input and ctx.requires_grad
         quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False) if cached else None
         ctx.save_for_backward(x if quantizer is None else quantizer(x))
-        ctx.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
-        return self.value(self._halved(x), next_op_input_quantizer)
+        ctx.prev_op_grad_output_quantizer = prev
+        return self.value(self._halved(x), after)
 
-    def op_backward(self, ctx, grad_output):
-        """dy act'(x), quantized for the operation before if it reads it so."""
-        x, dy = self._halved(dense(ctx.saved_tensors[0], ctx.dtype)), dense(grad_output, ctx.dtype)
+    def _back(self, ctx, dy):
+        x, dy = self._halved(dense(ctx.saved_tensors[0], ctx.dtype)), dense(dy, ctx.dtype)
         blocks = self.glu_interleave_size is not None
-        return self._interleaved(self.gradient(dy, x, None if blocks else ctx.prev_op_grad_output_quantizer)), ()
+        return self._interleaved(self.gradient(dy, x, None if blocks else ctx.prev_op_grad_output_quantizer))
 
 
 def _made(name: str, formula: str) -> Any:

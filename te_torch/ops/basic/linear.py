@@ -16,7 +16,7 @@ from te_torch.forks import fork_of
 from te_torch.function import main_gradient, stand_in_gradient
 from te_torch.ops.basic.collectives import AllReduce, ReduceScatter
 from te_torch.ops.basic.small import Bias, local_size
-from te_torch.ops.op import BasicOperation, FusedOperation
+from te_torch.ops.op import FusedOperation, Own
 from te_torch.ops.values import dense, product, quantized, without_rows
 from te_torch.runtime import amp_dtype, check_input, default_device
 from te_torch.training.collectives import (
@@ -29,7 +29,7 @@ from te_torch.training.collectives import (
 kaiming_init = partial(torch.nn.init.kaiming_uniform_, a=sqrt(5))
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(Own):
     """y = x w^T, in the precision of the active `autocast` region."""
 
     weight: Any
@@ -96,22 +96,8 @@ class BasicLinear(BasicOperation):
         if grad is not None:
             grad.set_usage(rowwise=True, columnwise=trains)
 
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **given):
-        """x w^T."""
-        return self.multiply(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer)
-
-    def multiply(
-        self,
-        ctx: Any,
-        x: Any,
-        prev: Any,
-        after: Any,
-        *,
-        bias: torch.Tensor | None = None,
-        alpha: float | None = None,
-        out: torch.Tensor | None = None,
-    ) -> Any:
-        """The forward, with what a fused operation has it do besides: alpha x w^T + bias, added to `out` if given."""
+    def _run(self, ctx, x, prev, after, *, bias=None, alpha=None, out=None):
+        """x w^T. A fused operation has it do more: alpha x w^T + bias, added to `out` if given."""
         check_input(type(self).__name__, x, self.local_in_features)
         inputs, weights = (self.get_quantizer("forward", i) for i in range(2))
         override = None if ctx.precision is None else ctx.precision.backward
@@ -149,14 +135,8 @@ class BasicLinear(BasicOperation):
         ctx.save_for_backward(x if trains else None, w if before else None)
         return made if after is None or row else after(made)
 
-    def op_backward(self, ctx, grad_output):
-        """dy w and dy^T x."""
-        return self.multiply_backward(ctx, grad_output)
-
-    def multiply_backward(
-        self, ctx: Any, dy: Any, grad_input: torch.Tensor | None = None
-    ) -> tuple[Any, tuple[torch.Tensor | None]]:
-        """The backward; the input's gradient is added to `grad_input`, if that is given."""
+    def _back(self, ctx, dy, grad_input=None):
+        """dy w, added to `grad_input` if given, and dy^T x."""
         (x, w), dtype, group = ctx.saved_tensors, ctx.dtype, self.tensor_parallel_group
         with_quantizers, trains = ctx.with_quantized_compute, ctx.weight_requires_grad
         column, dx, dw, pending = self.tensor_parallel_mode == "column", None, None, None

@@ -11,12 +11,12 @@ import torch
 from te_core.ops import raw as core
 from te_torch.base.options import check_values
 from te_torch.modules.norm import check_normalized, init_norm_weight, sm_margins
-from te_torch.ops.op import BasicOperation
+from te_torch.ops.op import Own
 from te_torch.ops.values import compute_dtype, core_of, delivered, dense, matrix
 from te_torch.runtime import amp_dtype, default_device, runtime_for, to_torch
 
 
-class _ChainNorm(BasicOperation):
+class _ChainNorm(Own):
     weight: Any
 
     def __init__(
@@ -40,8 +40,7 @@ class _ChainNorm(BasicOperation):
         if isinstance(self, LayerNorm):
             self._add_parameter("bias", shape, torch.nn.init.zeros_, **place)
 
-    def op_forward(self, ctx, input_, *, next_op_input_quantizer=None, **given):
-        """The normalized input, quantized for the next operation if it reads it so."""
+    def _run(self, ctx, input_, prev, after):
         check_normalized(type(self).__name__, input_, self._shape)
         ctx.dtype = dtype = amp_dtype(input_.device.type) or self.weight.dtype
         x = dense(input_, dtype).view(-1, prod(self._shape))
@@ -55,16 +54,12 @@ class _ChainNorm(BasicOperation):
             statistics[:] = [to_torch(t) for t in found if t is not None]
             return y, q
 
-        made = delivered(compute, next_op_input_quantizer, input_.shape, dtype)
+        made = delivered(compute, after, input_.shape, dtype)
         ctx.save_for_backward(x, *statistics)
         return made
 
-    def op_backward(self, ctx, grad_output):
-        """The gradients of the input, the weight and the bias."""
-        return self.normalize_backward(ctx, grad_output)
-
-    def normalize_backward(self, ctx: Any, dy: Any, add: Any = None) -> tuple[Any, tuple[Any, ...]]:
-        """The backward; `add` is a gradient that the input's is added to."""
+    def _back(self, ctx, dy, add=None):
+        """`add` is a gradient that the input's is added to."""
         x, *statistics = ctx.saved_tensors
         x, dy = dense(x, ctx.dtype), dense(dy, ctx.dtype)
         *mean, rstd = map(core_of, statistics)
@@ -85,7 +80,7 @@ class RMSNorm(_ChainNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the trailing dimensions."""
 
 
-class L2Normalization(BasicOperation):
+class L2Normalization(Own):
     """x / sqrt(sum(x^2) + eps) over the last dimension."""
 
     def __init__(
@@ -95,14 +90,12 @@ class L2Normalization(BasicOperation):
         super().__init__()
         self.eps = eps
 
-    def op_forward(self, ctx, input_, **given):
-        """The rows, each of length one."""
-        x = dense(input_, compute_dtype("L2Normalization", input_))
+    def _run(self, ctx, x, prev, after):
+        x = dense(x, compute_dtype("L2Normalization", x))
         ctx.save_for_backward(x)
         return to_torch(core.l2_norm_forward(runtime_for(x), matrix(x), eps=self.eps)).view(x.shape)
 
-    def op_backward(self, ctx, grad_output):
-        """The gradient of the rows."""
+    def _back(self, ctx, dy):
         (x,) = ctx.saved_tensors
-        dx = core.l2_norm_backward(runtime_for(x), matrix(dense(grad_output, x.dtype)), matrix(x), eps=self.eps)
-        return to_torch(dx).view(x.shape), ()
+        dx = core.l2_norm_backward(runtime_for(x), matrix(dense(dy, x.dtype)), matrix(x), eps=self.eps)
+        return to_torch(dx).view(x.shape)

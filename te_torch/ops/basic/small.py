@@ -10,7 +10,7 @@ from te_core.errors import ArgumentError
 from te_core.ops import raw as core
 from te_torch.base.options import check_values
 from te_torch.draws import random_pair
-from te_torch.ops.op import BasicOperation
+from te_torch.ops.op import BasicOperation, Own
 from te_torch.ops.values import cast_of, compute_dtype, core_of, dense, is_quantized, matrix
 from te_torch.runtime import default_device, runtime_for, to_core, to_torch
 from te_torch.tensors.wrap import from_core
@@ -26,36 +26,32 @@ def local_size(operation: str, name: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
-class Identity(BasicOperation):
+class Identity(Own):
     """The input."""
 
-    def op_forward(self, ctx, input_, **given):
-        """The input itself."""
-        return input_
+    def _run(self, ctx, x, prev, after):
+        return x
 
-    def op_backward(self, ctx, grad_output):
-        """The gradient itself."""
-        return grad_output, ()
+    def _back(self, ctx, dy):
+        return dy
 
 
-class Reshape(BasicOperation):
+class Reshape(Own):
     """The input in another shape, which may hold a -1."""
 
     def __init__(self, shape: Any) -> None:
         super().__init__()
         self._shape = tuple(shape)
 
-    def op_forward(self, ctx, input_, **given):
-        """The input in this shape."""
-        ctx.input_shape = input_.shape
-        return input_.reshape(self._shape)
+    def _run(self, ctx, x, prev, after):
+        ctx.input_shape = x.shape
+        return x.reshape(self._shape)
 
-    def op_backward(self, ctx, grad_output):
-        """The gradient in the input's shape."""
-        return grad_output.reshape(ctx.input_shape), ()
+    def _back(self, ctx, dy):
+        return dy.reshape(ctx.input_shape)
 
 
-class ConstantScale(BasicOperation):
+class ConstantScale(Own):
     """The input times a number."""
 
     def __init__(self, scale: float) -> None:
@@ -64,16 +60,14 @@ class ConstantScale(BasicOperation):
             raise ArgumentError("ConstantScale", f"scale={scale!r}", "a finite number", "correct scale")
         self.scale = scale
 
-    def op_forward(self, ctx, input_, **given):
-        """x * scale."""
-        return input_ * self.scale
+    def _run(self, ctx, x, prev, after):
+        return x * self.scale
 
-    def op_backward(self, ctx, grad_output):
-        """dy * scale."""
-        return grad_output * self.scale, ()
+    def _back(self, ctx, dy):
+        return dy * self.scale
 
 
-class Bias(BasicOperation):
+class Bias(Own):
     """x + b over the last dimension."""
 
     bias: Any
@@ -96,26 +90,25 @@ class Bias(BasicOperation):
         if self.tensor_parallel:
             self._mark_parallel(0, "bias")
 
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer=None, **given):
-        """x + b."""
-        ctx.grad_input_quantizer = prev_op_grad_output_quantizer
-        return input_ + self.bias
+    def _run(self, ctx, x, prev, after):
+        ctx.grad_input_quantizer = prev
+        return x + self.bias
 
-    def op_backward(self, ctx, grad_output):
-        """(dy, its sum over the leading dimensions), where dy may come quantized by the same kernel."""
-        if grad_output.ndim == 1:
-            return grad_output, (dense(grad_output),)
-        quantizer: Any = None if is_quantized(grad_output) else ctx.grad_input_quantizer
-        dy = dense(grad_output)
-        db = torch.empty(dy.shape[-1], dtype=dy.dtype, device=dy.device)
+    def _back(self, ctx, dy):
+        """dy, which may come quantized by the kernel that sums it."""
+        x = dense(dy)
+        if dy.ndim == 1:
+            return dy, (x,)
+        quantizer: Any = None if is_quantized(dy) else ctx.grad_input_quantizer
+        db = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
         if (cast := cast_of(quantizer)) is None:
-            core.column_sum(runtime_for(dy), matrix(dy), core_of(db))
-            return grad_output if quantizer is None else quantizer(dy), (db,)
-        made = core.quantize(runtime_for(dy), matrix(dy), cast, column_sum=core_of(db))
-        return from_core(made, dy.shape, dy.dtype, quantizer.copy()), (db,)
+            core.column_sum(runtime_for(x), matrix(x), core_of(db))
+            return dy if quantizer is None else quantizer(x), (db,)
+        made = core.quantize(runtime_for(x), matrix(x), cast, column_sum=core_of(db))
+        return from_core(made, x.shape, x.dtype, quantizer.copy()), (db,)
 
 
-class Dropout(BasicOperation):
+class Dropout(Own):
     """Each element dropped with probability p, the others divided by 1 - p; in training alone."""
 
     def __init__(self, p: float) -> None:
@@ -124,48 +117,43 @@ class Dropout(BasicOperation):
             raise ArgumentError("Dropout", f"p={p!r}", "a probability", "correct p")
         self.dropout_probability = p
 
-    def op_forward(self, ctx, input_, **given):
-        """dropout(x)."""
+    def _run(self, ctx, x, prev, after):
         ctx.dropout_probability = p = self.dropout_probability if self.training else 0.0
         if not p:
-            return input_
-        x = dense(input_, compute_dtype("Dropout", input_))
+            return x
+        x = dense(x, compute_dtype("Dropout", x))
         pair = random_pair(x)
         ctx.save_for_backward(pair)  # by which backward draws the same mask
-        made = core.bias_dropout_add(runtime_for(x), matrix(x), None, None, p=p, rng=to_core(pair))
-        return to_torch(made).view(x.shape)
+        return to_torch(core.bias_dropout_add(runtime_for(x), matrix(x), None, None, p=p, rng=to_core(pair))).view(
+            x.shape
+        )
 
-    def op_backward(self, ctx, grad_output):
-        """The gradient of what was kept."""
-        if not ctx.dropout_probability:
-            return grad_output, ()
-        dy, (pair,) = dense(grad_output), ctx.saved_tensors
-        made = core.bias_dropout_add_backward(runtime_for(dy), matrix(dy), p=ctx.dropout_probability, rng=to_core(pair))
-        return to_torch(made).view(dy.shape), ()
+    def _back(self, ctx, dy):
+        if not (p := ctx.dropout_probability):
+            return dy
+        x, rng = dense(dy), to_core(ctx.saved_tensors[0])
+        return to_torch(core.bias_dropout_add_backward(runtime_for(x), matrix(x), p=p, rng=rng)).view(x.shape)
 
 
-class Quantize(BasicOperation):
+class Quantize(Own):
     """The input, quantized by the recipe in force, or its gradient, or both."""
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
         self._quantizes = {"forward": bool(forward), "backward": bool(backward)}
 
-    def num_quantizers(self, mode: str) -> int:
+    def num_quantizers(self, mode):
         """One in each direction that is quantized."""
         return int(self._quantizes[mode])
 
-    def op_forward(self, ctx, input_, **given):
-        """The input, quantized unless it is already."""
-        quantizer = self.get_quantizer("forward", 0) if self._quantizes["forward"] else None
+    def _run(self, ctx, x, prev, after):
+        quantizer = self.get_quantizer("forward", 0)
         ctx.quantize_backward = self.get_grad_output_quantizer() is not None
-        return input_ if quantizer is None or is_quantized(input_) else quantizer(input_.detach())
+        return x if quantizer is None or is_quantized(x) else quantizer(x.detach())
 
-    def op_backward(self, ctx, grad_output):
-        """The gradient, quantized unless it is already."""
-        if ctx.quantize_backward and not is_quantized(grad_output):
-            grad_output = self.get_grad_output_quantizer()(grad_output)
-        return grad_output, ()
+    def _back(self, ctx, dy):
+        plain = ctx.quantize_backward and not is_quantized(dy)
+        return self.get_grad_output_quantizer()(dy) if plain else dy
 
 
 class _WithExtra(BasicOperation):
