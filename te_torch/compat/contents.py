@@ -126,6 +126,11 @@ def _defined(module: ModuleType, *ends: str) -> dict[str, Any]:
     return {n: v for n in found if getattr(v := getattr(module, n), "__module__", None) == module.__name__}
 
 
+def _basic_operations() -> list[str]:
+    kinds = {n: v for n, v in _of(_ops, _ops.__all__).items() if isinstance(v, type)}
+    return [n for n, v in kinds.items() if issubclass(v, _op.BasicOperation) and v is not _op.BasicOperation]
+
+
 _FORMATS = {
     "float8": float8,
     "float8_blockwise": float8_blockwise,
@@ -247,7 +252,7 @@ GATHERED: dict[str, dict[str, Any]] = {
     "pytorch.module": {n: v for place in _MODULES for n, v in DEFINED[place].items()}
     | {"is_module_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path}
     | _of(_overlap, ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub")),
-    "pytorch.ops.basic": _of(_ops, [n for n in _ops.__all__ if n not in _ops.CHAINS]),
+    "pytorch.ops.basic": _of(_ops, _basic_operations()),
     "pytorch.ops.basic.basic_linear": _of(_ops, ("BasicLinear",)),
     "pytorch.ops.basic.grouped_linear": _of(_ops, ("GroupedLinear",))
     | {"OUTPUT_BUFFER_KEY": "output", "GRAD_INPUT_BUFFER_KEY": "grad_input"},

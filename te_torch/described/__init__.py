@@ -15,4 +15,4 @@ describe = Describer(_options, functions.TEXT, attention.TEXT, modules.TEXT, all
 describe_tensors = Describer(recipes.TEXT, tensors.TEXT).describe
 describe_optimizers = Describer(optimizers.TEXT).describe
 describe_debug = Describer(debug.TEXT).describe
-describe_ops = Describer(ops.TEXT).describe
+describe_ops = Describer(_options, modules.TEXT, ops.TEXT).describe

@@ -1,15 +1,13 @@
 """What the arguments of `te_torch.ops` are."""
 
 TEXT = """
-in_features: Size of the last dimension of the input.
-out_features: Size of the last dimension of the output.
 size: Size of the last dimension.
 num_groups: How many groups of rows there are, each with a weight of its own (`weight0`, `weight1`, ...).
-normalized_shape: Size of the trailing dimension that is normalized, or a sequence of sizes.
 shape: New shape; one size may be -1.
-bias: Whether there is an additive bias, which begins at 0.
-device: Where memory is allocated. None is the current CUDA device, or the CPU where there is no GPU.
 dtype: Type of the parameters: float32, bfloat16 or float16. None is torch's default dtype.
+GroupedLinear.bias: Whether there are additive biases, which begin at 0.
+GroupedLinear.options: `device`, `delay_wgrad_compute`, `single_grouped_weight` and `single_grouped_bias`, as
+    te.GroupedLinear has them.
 is_op_fuser_grouped_tensor_path_supported.dtype: Type that is computed in.
 recipe: Recipe in force. None is none.
 tensor_parallel_mode: How the weight is spread over ranks: "column" (of the output features), "row" (of the input
@@ -21,17 +19,8 @@ process_group: Processes that exchange rows. None is all of them.
 reduce_in_backward: Accepted; the gradient goes through as it is.
 rng_state_tracker_function: Function that returns an RNG tracker, in whose stream the weight is initialised.
 accumulate_into_main_grad: Whether backward adds the weight's gradient to `weight.main_grad`.
-delay_wgrad_compute: Whether backward leaves weight gradients out until `backward_dw()` is called.
-single_grouped_weight: True warns and changes nothing: there is a parameter for each group.
-single_grouped_bias: The same of the biases.
 scale_bias: Whether biases are multiplied by a number for each row, which is a second extra input.
 userbuffers_options: Accepted; products do not overlap with their communication here.
-eps: Added to the variance, or to the sum of squares.
-zero_centered_gamma: Whether the weight is stored as its distance from 1.
-sm_margin: How many multiprocessors the kernels leave free; a dict has a number for each of "forward", "backward" and
-    "inference".
-seq_length: Accepted; kernels need no warm-up.
-micro_batch_size: Accepted like `seq_length`.
 cache_quantized_input: Whether the input is kept in FP8 for backward.
 glu_interleave_size: In blocks of how many elements the two halves come in turn. None: one after the other.
 activation_recompute_in_mlp: Accepted by ScaledSReLU; changes nothing.

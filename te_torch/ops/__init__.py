@@ -1,5 +1,7 @@
 """Operations that users compose: chains that run as one function of autograd, and are fused where they can be."""
 
+# ruff: noqa: F401
+
 from te_torch.described import describe_ops
 from te_torch.ops import fused as fused
 from te_torch.ops.basic.activations import (
@@ -39,19 +41,6 @@ from te_torch.ops.fuser import register_backward_fusion, register_forward_backwa
 from te_torch.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from te_torch.ops.sequential import Sequential
 
-__all__ = [
-    "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "AddExtraInput", "AllGather", "AllReduce", "BasicLinear",
-    "BasicOperation", "Bias", "ClampedSwiGLU", "ConstantScale", "Dropout", "FusedOperation", "FusibleOperation",
-    "GroupedLinear", "Identity", "L2Normalization", "LayerNorm", "Linear", "MakeExtraOutput", "Quantize", "RMSNorm",
-    "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU", "SReLU", "ScaledClampedQGeGLU", "ScaledSReLU",
-    "ScaledSiTUGLU", "ScaledSwiGLU", "Sequential", "SiLU", "SiTUGLU", "SwiGLU",
-    "is_op_fuser_grouped_tensor_path_supported", "register_backward_fusion", "register_forward_backward_fusion",
-    "register_forward_fusion",
-]  # fmt: skip
-#: Of these, what is no basic operation.
-CHAINS = (
-    "BasicOperation", "FusedOperation", "FusibleOperation", "Linear", "Sequential", "register_backward_fusion",
-    "register_forward_backward_fusion", "register_forward_fusion",
-)  # fmt: skip
+__all__ = [name for name, value in globals().items() if str(getattr(value, "__module__", "")).startswith(__name__)]
 
 describe_ops(globals()[name] for name in __all__)

@@ -114,8 +114,9 @@ def cast_of(quantizer: Any) -> Cast | None:
     rule = None if lasting is None else quantizer.operand
     if rule is None or rule.columnwise is not None:
         return None
+    scale, amax = lasting or (None, None)
     copies = quantizer.rowwise_usage, quantizer.columnwise_usage
-    return run.cast_of(rule, *copies, *(lasting or (None, None)), nonfinite=quantizer.nonfinite)
+    return run.cast_of(rule, *copies, scale, amax, nonfinite=quantizer.nonfinite)
 
 
 def delivered(compute: Callable[..., tuple[Any, Any]], quantizer: Any, shape: Any, dtype: torch.dtype) -> Any:

@@ -76,7 +76,7 @@ def quantize(
 ) -> Buffers:
     """A contiguous matrix [M, K] by a rule; `amax`, if given, is raised to its maximum."""
     if is_real(x):
-        return of_core(_quantize(x, rule, rowwise, columnwise, scale, amax, rng, nonfinite))
+        return of_core(_quantize(x, cast_of(rule, rowwise, columnwise, scale, amax, rng, nonfinite)))
     refuse_dtensor(x)
     key = json.dumps([build(), rule.dtype.name, *[getattr(rule, n) for n in _PLAIN]])
     inner = torch.ops.te_runtime.quantize_pieces(x, scale, rng, key, rowwise, columnwise, amax is not None)
@@ -92,7 +92,7 @@ def quantize_into(
 ) -> None:
     """The same into the memory of another one, whose copies are written. For tensors with memory."""
     rowwise, columnwise = out.rowwise is not None, out.columnwise is not None
-    _quantize(x, rule, rowwise, columnwise, scale, amax, rng, out=out)
+    _quantize(x, cast_of(rule, rowwise, columnwise, scale, amax, rng), out)
 
 
 def cast_of(
@@ -125,18 +125,7 @@ def cast_of(
     )
 
 
-def _quantize(
-    x: torch.Tensor,
-    rule: Operand,
-    rowwise: bool,
-    columnwise: bool,
-    scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
-    rng: torch.Tensor | None,
-    nonfinite: torch.Tensor | None = None,
-    out: QuantizedTensor | None = None,
-) -> QuantizedTensor:
-    cast = cast_of(rule, rowwise, columnwise, scale, amax, rng, nonfinite)
+def _quantize(x: torch.Tensor, cast: Cast, out: QuantizedTensor | None = None) -> QuantizedTensor:
     convert = to_core_shape if x.is_meta else to_core
     return ops.quantize(runtime_for(x), convert(x), cast, out=out)
 
@@ -204,7 +193,7 @@ def _quantize_op(
         rt = shape_runtime(x.device)
         made = allocate(rt, (x.shape[0], x.shape[1]), Cast(rule.format, rowwise=rowwise, columnwise=columnwise))
     else:
-        made = _quantize(x.contiguous(), rule, rowwise, columnwise, scale, amax, rng)
+        made = _quantize(x.contiguous(), cast_of(rule, rowwise, columnwise, scale, amax, rng))
     inner = [b.clone() for b in of_core(made) if b is not None]  # results of an operator share no memory
     return inner if amax is None else [*inner, amax]
 

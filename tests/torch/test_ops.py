@@ -598,6 +598,18 @@ def rule(name: str) -> Any:
     return recipes.rule(name)
 
 
+def test_a_graph_may_be_kept_for_a_second_backward() -> None:
+    chain = [ops.GroupedLinear(2, 8, 8, device="cpu"), ops.GELU(), ops.LayerNorm(8, device="cpu")]
+    x = values(4, 8).requires_grad_()
+    y = ops.Sequential(*chain)(x, torch.tensor([3, 1])).square().sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    y.backward()
+    torch.testing.assert_close(x.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
 def test_an_extra_output_that_nobody_reads_has_no_gradient() -> None:
     for chain in ([ops.MakeExtraOutput(), norm()], [ops.MakeExtraOutput(in_place=True), linear()]):
         model, x = ops.Sequential(*chain), values(16, 32, dtype=torch.bfloat16).requires_grad_()
@@ -612,7 +624,7 @@ def test_an_extra_output_that_nobody_reads_has_no_gradient() -> None:
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "width": (lambda: ops.Linear(8, 8, device="cpu")(torch.ones(4, 7)), r"an input of shape \(4, 7\)"),
     "two that do not fit": (
-        lambda: ops.Sequential(ops.Linear(8, 16, device="cpu"), ops.GELU(), ops.Linear(8, 8, device="cpu"))(torch.ones(8)),
+        lambda: ops.Sequential(ops.Bias(16, device="cpu"), ops.GELU(), ops.Linear(8, 8, device="cpu"))(torch.ones(16)),
         r"BasicLinear behind GELU in a chain in 2.basic_ops.0: got an input of shape \(16,\)",
     ),
     "integers": (lambda: ops.GELU()(torch.ones(4, dtype=torch.int64)), "torch.int64"),

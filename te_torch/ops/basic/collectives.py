@@ -17,19 +17,19 @@ class AllGather(Own):
         self.process_group = process_group
         self.process_group_size = collectives.get_distributed_world_size(process_group)
 
-    def _gathered(self, ctx, t, *quantizers):
+    def _all_rows(self, ctx, t, *quantizers):
         return collectives.gather_along_first_dim(t, self.process_group)[0]
 
-    def _scattered(self, ctx, t, *quantizers):
+    def _summed_rows(self, ctx, t, *quantizers):
         return collectives.reduce_scatter_along_first_dim(dense(t), self.process_group)[0]
 
-    _run, _back = _gathered, _scattered
+    _run, _back = _all_rows, _summed_rows
 
 
 class ReduceScatter(AllGather):
     """This rank's rows of the sum over ranks; backward gathers the gradients."""
 
-    _run, _back = AllGather._scattered, AllGather._gathered
+    _run, _back = AllGather._summed_rows, AllGather._all_rows
 
 
 class AllReduce(AllGather):

@@ -32,31 +32,17 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
         out_features: int,
         *,
         bias: bool = True,
-        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-        delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
+        **options: Any,
     ) -> None:
         self.num_groups = num_groups
-        modules.GroupedLinear.__init__(
-            self,
-            num_groups,
-            in_features,
-            out_features,
-            init_method=kaiming_init,
-            bias=bias,
-            device=device,
-            params_dtype=dtype,
-            get_rng_state_tracker=rng_state_tracker_function,
-            fuse_wgrad_accumulation=accumulate_into_main_grad,
-            single_grouped_weight=single_grouped_weight,
-            single_grouped_bias=single_grouped_bias,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )
+        options |= {"init_method": kaiming_init, "bias": bias, "params_dtype": dtype}
+        options |= {"fuse_wgrad_accumulation": accumulate_into_main_grad}
+        options |= {"get_rng_state_tracker": rng_state_tracker_function}
+        modules.GroupedLinear.__init__(self, num_groups, in_features, out_features, **options)
         self.scale_bias = self.return_bias = scale_bias and bias
         self.num_extra_inputs = 1 + self.scale_bias
 
@@ -96,7 +82,8 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
             gradients |= dict(zip(self._bias_names, sums.to(dy.dtype), strict=True))
             if ctx.scales_require_grad:
                 ds = (rows * torch.stack(biases)[groups].float()).sum(-1).to(scales.dtype).view(scales.shape)
-        ctx.node = None
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.node = None  # with all that it kept
         parameters = [gradients[name] for name, _ in self.named_parameters()]
         return found[0], [parameters], [(None, ds) if self.scale_bias else (None,)]
 
@@ -109,14 +96,6 @@ def _groups_of_rows(splits: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
-    """Whether products of groups read the sizes of groups on the device, and the host need not know them.
-
-    Args:
-        recipe: Recipe in force, or None.
-        dtype: What is computed in.
-
-    Returns:
-        A bool.
-    """
+    """Whether products of groups read the sizes of groups on the device, and the host need not know them."""
     rt = runtime_for(torch.empty(0, device=default_device()))
     return recipe is None and dtype in FLOATS and in_one_launch(rt, TO_CORE[dtype], 128, 128, 1)

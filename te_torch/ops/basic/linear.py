@@ -148,7 +148,7 @@ class BasicLinear(Own):
             w = w if with_quantizers else dense(w, dtype)
             direct = grad_input is not None and not column and grad_input.is_contiguous()
             dx = grad_input if direct else torch.empty((*dy.shape[:-1], w.shape[1]), dtype=dtype, device=dy.device)
-            product("dgrad", dy, w, dx, accumulate=direct, precision=ctx.precision)  # type: ignore[arg-type]
+            product("dgrad", dy, w, dx, accumulate=direct, precision=ctx.precision)
             if column:
                 dx, pending = self._summed(dx, async_op=True)
         if trains:
