@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import te_torch as te
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from te_torch import ops
 from tests import recipes
+from tests.null_device import null_device
 from tests.tolerances import DB, snr_db
 from tests.world import differences, fp8_state, gradient_for, randomise, region, step, values
 
@@ -95,6 +97,26 @@ def test_a_chain_gives_the_bits_of_the_module_that_it_is(chain: str, recipe: str
 def _draws(recipe: str | None) -> bool:
     rule = recipes.rule(recipe)
     return rule is not None and rule.nvfp4() and not rule.disable_stochastic_rounding
+
+
+@pytest.mark.parametrize("recipe", [None, *recipes.KINDS[:4]])
+def test_a_chain_launches_what_the_module_launches(recipe: str | None, tmp_path: Path) -> None:
+    """On a GPU that is not there: norms and activations quantize in their own kernels, biases come with products."""
+    launches = []
+    with null_device(tmp_path) as null:
+        for model in CHAINS["LayerNormMLP"]({"dtype": torch.bfloat16, "device": "cpu"}):
+            x = values(128, WIDTH, dtype=torch.bfloat16)
+
+            def run(model: Any = model, x: Tensor = x) -> dict[str, Tensor]:
+                return step(
+                    model, x, te.autocast(enabled=recipe is not None, recipe=recipes.rule(recipe), emulate=True)
+                )
+
+            for _ in range(2):
+                run()
+            launches.append(null.counted(run, 2).launches)
+    by_sums_of_biases = 3 if recipe is None else 0  # and GELU, which products do in high precision
+    assert launches[1] == launches[0] + by_sums_of_biases
 
 
 @pytest.mark.parametrize("recipe", recipes.KINDS)
