@@ -234,10 +234,9 @@ class _Run:
                     if source is not None and source[0] not in places and t is not None:
                         before = extra[source[0]][source[1]]
                         extra[source[0]][source[1]] = t if before is None else before + t
-        dx = grad if self.contexts[0].input_requires_grad else None
         pairs = [zip(sources, found, strict=True) for sources, found in zip(self.sources, of_inputs, strict=True)]
         returned = [t for inputs in pairs for source, t in inputs if source is None]
-        return dx, [t for found in of_parameters for t in found], returned
+        return grad, [t for found in of_parameters for t in found], returned
 
 
 def _checked(op: Any, what: str, gradients: Any, none: list[Any]) -> list[Any]:

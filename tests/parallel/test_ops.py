@@ -96,6 +96,25 @@ def test_ranks_agree_on_scales(rank: Rank) -> None:
     assert op.get_quantizer("backward", 0).scale.item() == pytest.approx(57344.0 / (2 + rank.world))
 
 
+@pytest.mark.parametrize("mode", ["column", "row"])
+@by_ranks("pair")
+def test_what_travels_is_rounded_once(rank: Rank, mode: str) -> None:
+    """Neighbours in a chain quantize nothing that is gathered first: a module between them changes no bit."""
+    options = {"tensor_parallel_mode": mode, "tensor_parallel_group": dist.group.WORLD, "sequence_parallel": True}
+    linear = ops.BasicLinear(WIDTH, WIDTH, device=rank.device, **options)  # type: ignore[arg-type]
+    randomise(linear)
+    found = []
+    for between in ([], [torch.nn.Identity()]):
+        model = ops.Sequential(ops.GELU(), *between, linear, *between, ops.GELU())
+        x = values(16, WIDTH // (1 if mode == "column" else rank.world), seed=rank.number, device=rank.device)
+        with region("current"):
+            y = model(x.requires_grad_())
+        y.backward(gradient_for(y, rank.number))
+        found.append([y, x.grad, linear.weight.grad])
+        linear.weight.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @by_ranks("pair")
 def test_an_mlp_is_spread(rank: Rank) -> None:
     """GELU, column, GELU, row, GELU with the rows spread between."""

@@ -285,6 +285,16 @@ def test_what_is_quantized_around_a_linear(recipe: str, case: int) -> None:
         assert snr_db(found.detach(), wanted.detach()) > DB[stage] - 2
 
 
+def test_an_input_without_the_copy_that_backward_reads() -> None:
+    """Of NVFP4 that copy is transformed, so it cannot be made of the other one."""
+    quantizer = te.NVFP4Quantizer(columnwise=False)
+    x, op = quantizer(values(32, 64)), ops.BasicLinear(64, 32, device="cpu")
+    with recipes.region("nvfp4 nearest"):
+        y = op(x)
+    y.backward(dy := gradient_for(y))
+    assert snr_db(op.weight.grad, dy.T @ x.dequantize()) > DB["nvfp4 linear"]
+
+
 def test_identity_and_reshape_keep_quantized_tensors() -> None:
     x = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(values(16, 32))
     y = ops.Sequential(ops.Identity(), ops.Reshape((4, 4, 32)), ops.Quantize())(x)

@@ -97,7 +97,7 @@ class BasicLinear(Own):
             grad.set_usage(rowwise=True, columnwise=trains)
 
     def _run(self, ctx, x, prev, after, *, bias=None, alpha=None, out=None):
-        """x w^T. A fused operation has it do more: alpha x w^T + bias, added to `out` if given."""
+        """x w^T. A fused operation has it do more: add a bias, add the result (times alpha) to `out`."""
         check_input(type(self).__name__, x, self.local_in_features)
         inputs, weights = (self.get_quantizer("forward", i) for i in range(2))
         override = None if ctx.precision is None else ctx.precision.backward
@@ -126,8 +126,6 @@ class BasicLinear(Own):
             made, _ = self._summed(made)
         if out is not None and not direct:
             made = out.add_(made, alpha=1.0 if alpha is None else alpha)
-        elif alpha is not None:
-            made.mul_(alpha)
         if override == "high_precision":
             x, w = came, self.weight
         elif whole:
