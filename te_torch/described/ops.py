@@ -61,16 +61,5 @@ args: Contexts of the basic operations, then the input or the output's gradient.
 ScaledSiTUGLU.args: `glu_interleave_size`.
 given: What the protocol gives by name.
 name: "weight" or "bias".
-x: Input.
-dy: Gradient of the output.
-quantizer: What the result is quantized with. None leaves it plain.
-sums: Where the sums of the result over its leading dimensions are written. None writes none.
-prev: What the input's gradient may be quantized with. None: it is read plain.
-after: What the output may be quantized with. None: it is read plain.
-multiply.bias: Vector that is added. None adds none.
-multiply.alpha: Factor of the product. None is 1.
-out: Tensor that the result is added to, in its memory. None makes a new one.
-grad_input: Tensor that the input's gradient is added to, in its memory. None makes a new one.
-add: Gradient that the input's is added to. None adds none.
 param: Parameter.
 """

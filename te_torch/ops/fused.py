@@ -73,7 +73,7 @@ class BackwardActivationBias(FusedOperation):
         bias, activation = basic_op_ctxs
         x, dy = (dense(t, activation.dtype) for t in (activation.saved_tensors[0], grad_output))
         db = torch.empty(x.shape[-1:], dtype=x.dtype, device=x.device)
-        return self.basic_ops[1].gradient(dy, x, bias.grad_input_quantizer, db), [(db,), ()], [(), ()]
+        return self.basic_ops[1]._gradient(dy, x, bias.grad_input_quantizer, db), [(db,), ()], [(), ()]
 
 
 class BackwardAddRMSNorm(FusedOperation):

@@ -24,7 +24,7 @@ class _Function(BasicOperation):
     _clamp: Clamp | None = None
     glu_interleave_size: int | None = None
 
-    def value(self, x: torch.Tensor, quantizer: Any) -> Any:
+    def _value(self, x: torch.Tensor, quantizer: Any) -> Any:
         """act(x), quantized if there is a quantizer."""
 
         def compute(cast: Any) -> Any:
@@ -33,7 +33,7 @@ class _Function(BasicOperation):
         shape = (*x.shape[:-1], x.shape[-1] // 2) if is_gated(self.kind) else x.shape
         return delivered(compute, quantizer, shape, x.dtype)
 
-    def gradient(self, dy: torch.Tensor, x: torch.Tensor, quantizer: Any, sums: torch.Tensor | None = None) -> Any:
+    def _gradient(self, dy: torch.Tensor, x: torch.Tensor, quantizer: Any, sums: torch.Tensor | None = None) -> Any:
         """dy act'(x), quantized if there is a quantizer; `sums` is set to its sums over the leading dimensions."""
 
         def compute(cast: Any) -> Any:
@@ -67,12 +67,12 @@ class _Activation(_Function, Own):
         quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False) if cached else None
         ctx.save_for_backward(x if quantizer is None else quantizer(x))
         ctx.prev_op_grad_output_quantizer = prev
-        return self.value(self._halved(x), after)
+        return self._value(self._halved(x), after)
 
     def _back(self, ctx, dy):
         x, dy = self._halved(dense(ctx.saved_tensors[0], ctx.dtype)), dense(dy, ctx.dtype)
         blocks = self.glu_interleave_size is not None
-        return self._interleaved(self.gradient(dy, x, None if blocks else ctx.prev_op_grad_output_quantizer))
+        return self._interleaved(self._gradient(dy, x, None if blocks else ctx.prev_op_grad_output_quantizer))
 
 
 def _made(name: str, formula: str) -> Any:
@@ -135,14 +135,12 @@ class _SiTU(_Function):
         a, b = x.float().chunk(2, -1)
         return (a / self.beta1).tanh(), a.sigmoid(), (b / self.beta2).tanh()
 
-    def value(self, x, quantizer):
-        """act(x), quantized if there is a quantizer."""
+    def _value(self, x, quantizer):
         ta, s, tb = self._terms(x)
         y = (self.beta1 * ta * s * self.beta2 * tb).to(x.dtype)
         return y if quantizer is None else quantizer(y)
 
-    def gradient(self, dy, x, quantizer, sums=None):
-        """dy act'(x), quantized if there is a quantizer."""
+    def _gradient(self, dy, x, quantizer, sums=None):
         (ta, s, tb), g = self._terms(x), dy.float()
         da = g * ((1 - ta * ta) * s + self.beta1 * ta * s * (1 - s)) * self.beta2 * tb
         db = g * self.beta1 * ta * s * (1 - tb * tb)
@@ -176,16 +174,16 @@ class _Scaled(_Function):
         ctx.dtype, ctx.scales_require_grad = compute_dtype(type(self).__name__, input_), scales.requires_grad
         x = dense(input_, ctx.dtype)
         ctx.save_for_backward(x, scales)
-        return self.value(self._halved(x), None) * scales.to(ctx.dtype)[..., None], [()]
+        return self._value(self._halved(x), None) * scales.to(ctx.dtype)[..., None], [()]
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **given):
         """The gradients of x and of the scales."""
         (ctx,) = basic_op_ctxs
         x, scales = ctx.saved_tensors
         dy, x, ds = dense(grad_output, ctx.dtype), self._halved(x), None
-        dx = self.gradient(dy * scales.to(ctx.dtype)[..., None], x, None)
+        dx = self._gradient(dy * scales.to(ctx.dtype)[..., None], x, None)
         if ctx.scales_require_grad:
-            ds = (dy.float() * self.value(x, None).float()).sum(-1).to(scales.dtype)
+            ds = (dy.float() * self._value(x, None).float()).sum(-1).to(scales.dtype)
         return self._interleaved(dx), [()], [(ds,)]
 
 
