@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,52 @@ def test_a_chain_gives_the_bits_of_the_module_that_it_is(chain: str, recipe: str
 def _draws(recipe: str | None) -> bool:
     rule = recipes.rule(recipe)
     return rule is not None and rule.nvfp4() and not rule.disable_stochastic_rounding
+
+
+#: What chains are drawn of: each takes and gives rows of WIDTH.
+PARTS: list[Callable[[], list[Any]]] = [
+    lambda: [ops.Linear(WIDTH, WIDTH, device="cpu")],
+    lambda: [ops.BasicLinear(WIDTH, WIDTH, device="cpu")],
+    lambda: [ops.Bias(WIDTH, device="cpu"), ops.GELU()],
+    lambda: [ops.Linear(WIDTH, 2 * WIDTH, device="cpu"), ops.SwiGLU(glu_interleave_size=8)],
+    lambda: [ops.Linear(WIDTH, 2 * WIDTH, bias=False, device="cpu"), ops.SiTUGLU()],
+    lambda: [ops.LayerNorm(WIDTH, device="cpu")],
+    lambda: [ops.RMSNorm(WIDTH, device="cpu")],
+    lambda: [ops.ConstantScale(-2.0)],
+    lambda: [ops.Quantize(True, True)],
+    lambda: [ops.Quantize(False, True)],
+    lambda: [ops.AddExtraInput(in_place=True)],
+    lambda: [ops.AddExtraInput()],
+    lambda: [ops.MakeExtraOutput(in_place=True)],
+    lambda: [ops.MakeExtraOutput()],
+    lambda: [ops.L2Normalization(), ops.Reshape((-1, WIDTH))],
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_chain_is_its_operations_one_by_one(seed: int) -> None:
+    """Of drawn operations: what they hand over quantized, and what is fused, changes no bit (a sum's last one)."""
+    draw = random.Random(seed)
+    recipe = draw.choice([None, *recipes.KINDS[:4], "nvfp4 nearest", *recipes.OVERRIDES])
+    recipe = recipe if recipe is None or "nvfp4 " not in recipe else "nvfp4 nearest"
+    with te.quantized_model_init(enabled=recipe is not None and draw.random() < 0.3, recipe=recipes.rule(recipe)):
+        chain = ops.Sequential(*[op for _ in range(draw.randrange(2, 6)) for op in draw.choice(PARTS)()])
+    randomise(chain)
+    apart = ops.Sequential(*[m for op in copy.deepcopy(chain) for m in (op, torch.nn.Identity())])
+    for _ in range(2):
+        found = []
+        for model in (chain, apart):
+            count = sum(isinstance(op, ops.AddExtraInput) for op in model)
+            leaves = [values(32, WIDTH, seed=seed + i).requires_grad_() for i in range(1 + count)]
+            with region(recipe):
+                y = model(leaves[0], *[t * 1 for t in leaves[1:]])
+            ys = y if isinstance(y, tuple) else (y,)
+            torch.autograd.backward(ys, [gradient_for(t, 50 + i) for i, t in enumerate(ys)])
+            found.append([*ys, *[t.grad for t in leaves], *[p.grad for p in model.parameters()]])
+            model.zero_grad()
+        for a, b in zip(*found, strict=True):
+            a, b = (t.dequantize() if isinstance(t, te.QuantizedTensor) else t for t in (a, b))
+            assert snr_db(a.detach(), b.detach()) > 100
 
 
 @pytest.mark.parametrize("recipe", [None, *recipes.KINDS[:4]])
