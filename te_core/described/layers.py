@@ -56,7 +56,7 @@ routing_map: With a mask, not 0 where a token goes to an expert; with "index" th
 probs: Probability of each token and expert, which move along with the rows. None moves none.
 row_id_map: The map that `moe_permute` gave.
 merging_probs: Factors by which the rows of a token are added up. None adds them up as they are.
-m_splits: How many rows each group has, numbers whose sum is the number of rows.
+m_splits: How many rows each group has, a list or an array of integers whose sum is the number of rows.
 recipe: Recipe by which operands of products are quantized, such as `Float8CurrentScaling()`. None runs in high
     precision.
 scaling: State of a recipe with a history (`Scaling`), which it needs. None for other recipes.

@@ -33,7 +33,7 @@ from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import Clamp
 from te_core.ops.softmax import Band
 from te_core.quantize.state import Scales
-from te_core.recipe import DelayedScaling, resolve
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
 from te_core.runtime import Runtime
 from te_core.tensor import CPU, Tensor
 from tests.functional_cases import FUNCTIONS, OF_RECIPES, RECIPES, WHOLE, Right, right
@@ -359,6 +359,18 @@ def test_experts_get_their_tokens_back() -> None:
     grads = back(np.ones_like(z))
     assert np.array_equal(grads["x"], np.outer([0.5, 2, 0.25, 1], np.ones(4)))
     assert np.array_equal(grads["merging_probs"][mask], y.sum(1)[[0, 2, 3, 1]])
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
+def test_sizes_of_groups_come_in_any_array(recipe: Any) -> None:
+    x, weights = np.ones((6, 16), "f"), [np.full((8, 16), i + 1.0, "f") for i in range(3)]
+    sizes = [2, 0, 4]
+    wanted, _ = te.grouped_linear(x, weights, m_splits=sizes, recipe=recipe)
+    for given in (np.array(sizes), np.array(sizes, np.int32), from_numpy(np.array(sizes))):
+        assert np.array_equal(te.grouped_linear(x, weights, m_splits=given, recipe=recipe)[0], wanted)
+    for wrong in (np.array([2, 0, 5]), np.array([2.0, 0, 4]), np.array([6]), np.array([[2, 0, 4]])):
+        with pytest.raises(ArgumentError, match="m_splits"):
+            te.grouped_linear(x, weights, m_splits=wrong, recipe=recipe)
 
 
 # -------------------------------------------------------------------------------------------------------- training

@@ -475,3 +475,35 @@ def test_the_example_learns() -> None:
     path = programs.ROOT / "examples" / "jax_mlp.py"
     ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 0 and len(re.findall(r"loss \d", ran.stderr)) == 10, ran.stderr
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16] if ON_GPU else [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
+def test_one_program_has_all_sizes_of_groups(dtype: Any) -> None:
+    """Rows, gradients, zeros behind the last group; against a plain product with each row's kernel."""
+
+    def wanted(x: Any, kernel: Any, bias: Any, sizes: Any) -> Any:
+        of = jnp.repeat(jnp.arange(3), sizes, total_repeat_length=len(x))
+        y = jnp.einsum("tk,tkn->tn", x, kernel[of]) + bias[of]
+        return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], y, 0)
+
+    def both(function: Any) -> Any:
+        def run(x: Any, kernel: Any, bias: Any, sizes: Any) -> Any:
+            y, back = jax.vjp(lambda *given: function(*given, sizes), x, kernel, bias)
+            return y, *back(dy.astype(y.dtype))
+
+        return run
+
+    traced = jax.jit(both(lambda x, kernel, bias, sizes: te.grouped_dense(x, kernel, sizes, bias=bias)))
+    given = drawn(24, 32), drawn(3, 32, 16, seed=1), drawn(3, 16, seed=2)
+    given, dy = tuple(a.astype(dtype) for a in given), drawn(24, 16, seed=3).astype(dtype)
+    unit = 2.0**-7 if dtype is jnp.bfloat16 else 2.0**-20
+    for sizes in ([9, 0, 15], [24, 0, 0], [3, 4, 5]):
+        found = traced(*given, jnp.array(sizes))
+        exact = both(wanted)(*[a.astype(jnp.float32) for a in given], jnp.array(sizes))
+        for a, b in zip(found, exact, strict=True):
+            assert a.dtype == dtype and jnp.abs(a.astype(jnp.float32) - b).max() <= unit * (2 + jnp.abs(b).max()), sizes
+    assert traced._cache_size() == 1
+    y, back = fn.grouped_linear(np.asarray(given[0], "f"), [*np.asarray(given[1], "f").mT.copy()], m_splits=[9, 0, 15])
+    if dtype is jnp.float32:
+        bare = te.grouped_dense(given[0], given[1], np.array([9, 0, 15]))
+        np.testing.assert_allclose(bare, y, rtol=1e-5, atol=1e-5)

@@ -13,6 +13,7 @@ except ModuleNotFoundError as missing:
 from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
 from te_jax.context import MeshResource, autocast
 from te_jax.described import describe
+from te_jax.grouped import grouped_dense
 from te_jax.layers import (
     SoftmaxType,
     activation,
@@ -24,7 +25,6 @@ from te_jax.layers import (
     softmax,
     transformer_layer,
 )
-from te_jax.not_built import grouped_dense
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.record import explain
 from te_jax.rules import checkpoint_names

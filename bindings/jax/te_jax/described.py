@@ -31,8 +31,12 @@ kernels: The two weights: [in, activations, hidden] or [in, activations * hidden
 biases: The two biases, [activations, hidden] and [out], or None for one. None adds none.
 params: Weights and biases by name, as arrays; the names are those of te_core.functional.
 options: Options of the layer by name, as te_core.functional has them.
-grouped_dense.arguments: Anything; the call is refused.
-grouped_dense.options: Anything; the call is refused.
+grouped_dense.x: Input [rows, in], float32, bfloat16 or float16, the rows sorted by group.
+grouped_dense.kernel: Weights [groups, in, out].
+group_sizes: Rows of each group, integers [groups].
+grouped_dense.contracting_dims: ((1,), (1,)), the only one allowed.
+grouped_dense.bias: Addends [groups, out]. None adds none.
+grouped_dense.recipe: None, the only one allowed: groups are multiplied in high precision.
 logits: Scores [batch, heads, queries, keys].
 mask: Boolean mask that broadcasts to the scores, True where no score counts. Needed for "scaled_masked", None
     elsewhere.
