@@ -117,8 +117,8 @@ _LOGITS = """
     bounds? [2] f32: Lower and upper bound of the histogram's bins. None has none.
     must (histogram is None) == (bounds is None): a histogram with bounds; pass both
     must histogram is None or (terms.score == "sigmoid" and bias is not None and not terms.groups
-        and terms.topk < experts): a histogram of sigmoid with a bias, without groups, topk below the experts; leave
-        the histogram out
+        and terms.topk < experts): a histogram only supports sigmoid with a bias, no groups, topk below the experts;
+        leave the histogram out
 """,
     runs="router.router_forward",
 )

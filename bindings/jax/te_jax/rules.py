@@ -278,7 +278,8 @@ def shown(part: Part, operands: Sequence[Any], results: Sequence[Any]) -> Any:
     if part.offset or found.nbytes != array.nbytes or found.dtype != array.dtype.numpy:
         flat = found.reshape(-1)[part.offset : part.offset + array.nbytes]
         wide = flat.reshape(-1, array.dtype.itemsize) if array.dtype.itemsize > 1 else flat
-        found = jax.lax.bitcast_convert_type(wide, array.dtype.numpy)
+        boolean = array.dtype is dtypes.bool_  # which JAX makes of no bits
+        found = wide != 0 if boolean else jax.lax.bitcast_convert_type(wide, array.dtype.numpy)
     return found.reshape(array.shape)
 
 
