@@ -22,7 +22,7 @@ from te_torch.runtime import check_dtype
 from te_torch.values import integer
 
 ROUTER = of_table("router_topk", core.RouterSaved, differentiable=1)
-SCORED = of_table("router_scores", core.ScoresSaved, differentiable=1)
+SCORED = of_table("router_scores", core.RouterSaved, differentiable=1)
 AUX_LOSS = of_table("router_aux_loss", core.AuxLossSaved)
 _NUMBERS = {torch.int16: "int16", torch.int32: "int32", torch.int64: "int64"}
 _COUNTS = (torch.int32, torch.int64, torch.float32, torch.bfloat16)
@@ -62,7 +62,7 @@ def fused_topk_with_score_function(
     qb_bin_bounds: torch.Tensor | None = None,
     qb_histogram_mode: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(probabilities [.., experts] in the logits' dtype, zeros for experts that were not chosen; the map of the chosen).
+    """(probabilities [.., experts] in the logits' dtype, zeros for experts that were not chosen; the map of those).
 
     In float32. The best `topk` experts of each token are chosen, of equal ones the first; with `group_topk` among the
     experts of the best groups. `te_core.ops.router` has the rules. The map is bool [.., experts], or with "bitmap_u8"
@@ -142,7 +142,8 @@ def fused_moe_aux_loss(
     experts, chosen = integer(op, "num_experts", num_experts), integer(op, "topk", topk)
     if probs.ndim != 2 or min(experts, chosen) < 1 or columns % experts:
         got = f"probs {tuple(probs.shape)}, num_experts={experts}, topk={chosen}"
-        raise RouterError(op, got, "[tokens, a multiple of num_experts]; 1 or more of both", "correct probs or num_experts")
+        allowed = "probs [tokens, a multiple of num_experts], topk and num_experts from 1 on"
+        raise RouterError(op, got, allowed, "correct probs, or the numbers")
     _check_sized(op, "tokens_per_expert", tokens_per_expert, (columns,), _COUNTS)
     if isinstance(total, torch.Tensor):
         if total.numel() != 1 or total.dtype != torch.int64:
@@ -152,7 +153,7 @@ def fused_moe_aux_loss(
         total = torch.full((1,), integer(op, "total_num_tokens", total), dtype=torch.int64, device=probs.device)
     call = _loss(torch.is_grad_enabled() and probs.requires_grad, experts, chosen, float(coeff))
     (loss,) = apply(call, None, False, probs, tokens_per_expert.detach(), total)
-    return loss
+    return loss.reshape(())
 
 
 @made_of_constants

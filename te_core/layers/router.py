@@ -37,13 +37,7 @@ class RouterSaved(NamedTuple):
     """What backward reads."""
 
     logits: Tensor
-    routing: Tensor
-
-
-class ScoresSaved(NamedTuple):
-    """What backward reads."""
-
-    logits: Tensor
+    routing: Tensor | None  # None where all experts have scores
 
 
 class AuxLossSaved(NamedTuple):
@@ -88,6 +82,7 @@ def backward(
     scales: Scales | None = None,
 ) -> tuple[Tensor, None, None]:
     """(dlogits, None, None)."""
+    assert saved.routing is not None
     given = dgates.matrix(), saved.logits.matrix(), saved.routing.matrix()
     return ops.router_topk_backward(rt, *given, terms=spec.terms).reshape(*saved.logits.shape), None, None
 
@@ -95,16 +90,16 @@ def backward(
 @explained
 def scores_forward(
     rt: Runtime, logits: Tensor, *, spec: RouterSpec, scales: Scales | None = None
-) -> tuple[tuple[Tensor, Tensor], ScoresSaved]:
+) -> tuple[tuple[Tensor, Tensor], RouterSaved]:
     """((scores of all experts, routing), saved)."""
     scores, routing = ops.router_scores_forward(rt, logits.matrix(), terms=spec.terms, form=spec.form)
     routing = routing.reshape(*logits.shape[:-1], routing.shape[1])
-    return (scores.reshape(*logits.shape), routing), ScoresSaved(logits)
+    return (scores.reshape(*logits.shape), routing), RouterSaved(logits, None)
 
 
 @explained
 def scores_backward(
-    rt: Runtime, dscores: Tensor, drouting: None, saved: ScoresSaved, *, spec: RouterSpec, scales: Scales | None = None
+    rt: Runtime, dscores: Tensor, drouting: None, saved: RouterSaved, *, spec: RouterSpec, scales: Scales | None = None
 ) -> tuple[Tensor]:
     """(dlogits,)."""
     logits = saved.logits
@@ -116,11 +111,11 @@ def scores_backward(
 def aux_loss_forward(
     rt: Runtime, probs: Tensor, weights: Tensor, total: Tensor, *, spec: AuxLossSpec, scales: Scales | None = None
 ) -> tuple[tuple[Tensor], AuxLossSaved]:
-    """((loss,), saved)."""
+    """((loss [1],), saved)."""
     loss = ops.router_aux_loss_forward(
         rt, probs, weights, total, experts=spec.experts, topk=spec.topk, coeff=spec.coeff
     )
-    return (loss.reshape(),), AuxLossSaved(probs, weights, total)
+    return (loss,), AuxLossSaved(probs, weights, total)
 
 
 @explained
@@ -130,13 +125,6 @@ def aux_loss_backward(
     """(dprobs, None, None)."""
     probs, weights, total = saved
     dprobs = ops.router_aux_loss_backward(
-        rt,
-        dloss.reshape(1),
-        weights,
-        total,
-        rows=probs.shape[0],
-        experts=spec.experts,
-        topk=spec.topk,
-        coeff=spec.coeff,
+        rt, dloss, weights, total, rows=probs.shape[0], experts=spec.experts, topk=spec.topk, coeff=spec.coeff
     )
     return dprobs, None, None

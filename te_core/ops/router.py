@@ -16,8 +16,8 @@ The auxiliary loss wants scores of all experts: softmax over all, or s / (1e-20 
 
     C sum_e(tokens of e * sum_t(probs[t, e]))    C = coeff experts / topk / N / N
 
-A histogram (of quantile balancing) counts, for each token and expert, the bin floor((cutoff - s - lower) bins / (upper -
-lower)), cut off at both ends; the cutoff is the best s + bias that was not chosen.
+A histogram (of quantile balancing) counts, for each token and expert, the bin floor((cutoff - s - lower) bins / (upper
+- lower)), cut off at both ends; the cutoff is the best s + bias that was not chosen.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ class RouterTerms:
     def check(self, op: str, experts: int) -> None:
         """They fit so many experts."""
         k, groups, best = self.topk, self.groups, self.group_topk
-        got = f"topk={k} of {experts} experts"
+        got, do = f"topk={k} of {experts} experts", "correct topk"
         if not 1 <= k <= experts <= MAX_EXPERTS:
-            raise ArgumentError(op, got, f"a topk from 1 to the experts, of which {MAX_EXPERTS} may be", "correct topk")
-        if best and not (1 <= best <= groups and experts % groups == 0 and k % best == 0 and k // best <= experts // groups):
-            allowed = "groups that divide the experts, a group_topk of them that divides topk, topk / group_topk experts"
-            got = f"{got}, num_groups={groups}, group_topk={best}"
-            raise ArgumentError(op, got, f"{allowed} or more in a group", "correct num_groups, group_topk or topk")
+            raise ArgumentError(op, got, f"a topk from 1 to the experts, of which {MAX_EXPERTS} may be", do)
+        each = k // best if best else 0
+        if best and not (1 <= best <= groups and experts % groups == 0 and k % best == 0 and each * groups <= experts):
+            got, do = f"{got}, num_groups={groups}, group_topk={best}", f"{do}, num_groups or group_topk"
+            allowed = "groups that divide the experts, and topk experts in equal parts of group_topk of them"
+            raise ArgumentError(op, got, allowed, do)
 
 
 class Routed(NamedTuple):
@@ -120,7 +121,7 @@ _LOGITS = """
         and terms.topk < experts): a histogram only supports sigmoid with a bias, no groups, topk below the experts;
         leave the histogram out
 """,
-    runs="router.router_forward",
+    runs="router_forward",
 )
 def router_topk_forward(
     rt: Runtime,
@@ -150,7 +151,7 @@ def router_topk_forward(
     dgates =logits: Gradient of the gates.
     routing [...] _ROUTINGS: Which experts each token goes to, as the forward gave it.
 """,
-    runs="router.router_backward",
+    runs="router_backward",
 )
 def router_topk_backward(rt: Runtime, dgates: Tensor, logits: Tensor, routing: Tensor, *, terms: RouterTerms) -> Tensor:
     """The gradient of the logits, in their dtype. The bias has none."""
@@ -163,17 +164,11 @@ def router_topk_backward(rt: Runtime, dgates: Tensor, logits: Tensor, routing: T
     return out
 
 
-@operation(
-    _LOGITS,
-    """
-    form in FORMS: How the routing is written.
-""",
-    runs="router.router_forward",
-)
+@operation(_LOGITS, "form in FORMS: How the routing is written.", runs="router_forward")
 def router_scores_forward(
     rt: Runtime, logits: Tensor, *, terms: RouterTerms, form: str = "bytemap"
 ) -> tuple[Tensor, Tensor]:
-    """(scores of all experts, float32 [tokens, experts]; the routing): for the auxiliary loss, without bias or groups."""
+    """(scores of all experts, float32 [tokens, experts]; the routing): without bias and groups."""
     terms.check("router_scores_forward", logits.shape[1])
     out = rt.empty(logits.shape, dtypes.float32)
     routing = rt.empty(_routing_shape(logits.shape, terms, form), FORMS[form])
@@ -181,13 +176,7 @@ def router_scores_forward(
     return out, routing
 
 
-@operation(
-    _LOGITS,
-    """
-    dscores [tokens, experts] f32: Gradient of the scores.
-""",
-    runs="router.router_backward",
-)
+@operation(_LOGITS, "dscores [tokens, experts] f32: Gradient of the scores.", runs="router_backward")
 def router_scores_backward(rt: Runtime, dscores: Tensor, logits: Tensor, *, terms: RouterTerms) -> Tensor:
     """The gradient of the logits, in their dtype."""
     out = rt.empty(logits.shape, logits.dtype)
@@ -206,7 +195,7 @@ _WEIGHED = """
 """
 
 
-@operation("    probs [rows, columns] act: Probability of each token and expert.", _WEIGHED, runs="router.router_aux_loss")
+@operation("probs [rows, columns] act: Probability of each token and expert.", _WEIGHED, runs="router_aux_loss")
 def router_aux_loss_forward(
     rt: Runtime, probs: Tensor, weights: Tensor, total: Tensor, *, experts: int, topk: int, coeff: float
 ) -> Tensor:
@@ -216,15 +205,7 @@ def router_aux_loss_forward(
     return loss
 
 
-@operation(
-    """
-    dloss [1] act: Gradient of the loss.
-    rows: Rows of probs.
-    must rows >= 0: the rows of probs
-""",
-    _WEIGHED,
-    runs="router.router_aux_loss_backward",
-)
+@operation("dloss [1] act: Gradient of the loss.\nrows: Rows of probs.", _WEIGHED)
 def router_aux_loss_backward(
     rt: Runtime, dloss: Tensor, weights: Tensor, total: Tensor, *, rows: int, experts: int, topk: int, coeff: float
 ) -> Tensor:

@@ -63,18 +63,18 @@ def fused_topk_with_score_function(
 
 
 def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: float) -> Any:
-    """experts * coeff / (topk * tokens^2) * sum(tokens_per_expert * sum of probs over tokens), of probs [tokens, experts]."""
+    """experts * coeff / (topk * tokens^2) * sum(tokens_per_expert * sum of probs [tokens, experts] over tokens)."""
     probs = jnp.asarray(probs)
     arrays = {"probs": probs, "tokens_per_expert": tokens_per_expert}
     arrays["total_num_tokens"] = jnp.full((1,), probs.shape[0], jnp.int32)
     options = {"num_experts": probs.shape[-1], "topk": topk, "coeff": number("fused_moe_aux_loss", "coeff", coeff)}
     (loss,) = call_layer("router_aux_loss", arrays, options)
-    return loss
+    return loss.reshape(())
 
 
 def _one_of(operation: str, name: str, given: Any, known: dict[Any, str]) -> str:
     """What the core calls a choice, which may be its member, its number, or its name."""
     found = given if isinstance(given, str) else known.get(given)
-    if found not in known.values():
+    if found is None or found not in known.values():
         raise choice_error(operation, name, given, dict.fromkeys(known.values()))
     return found

@@ -28,7 +28,7 @@ def router_forward(rt: Runtime, terms: RouterTerms, form: str, dense: bool, give
     value = score + bias
     keys = _keys(value)
     if terms.groups:
-        parts = value.reshape(tokens, terms.groups, -1)
+        parts = value.reshape(tokens, terms.groups, experts // terms.groups)
         best = np.take_along_axis(parts, _order(_keys(parts)), -1)[..., : terms.topk // terms.group_topk]
         worst = _order(_keys(best.sum(-1)))[:, terms.group_topk :]
         grouped = keys.reshape(parts.shape)  # of the same memory

@@ -26,8 +26,8 @@ _PART, _PARTS = 64, 1024  # rows of a block of the loss at least, blocks at most
 def _kernel(rt: Runtime, entry: str, args: str, terms: RouterTerms, form: str, logits: Tensor, dense: bool) -> Kernel:
     score = _SCORES[terms.score] + (terms.score == "softmax" and (dense or terms.pre_softmax))
     kind, routing = _FORMS[form]
-    constants = {"DTYPE": TYPES[logits.dtype], "SCORE": score, "DENSE": dense, "FORM": kind, "ROUTING": routing}
-    return loader.get(rt, "router", entry=entry, args=args, **constants)
+    numbers = {"SCORE": score, "DENSE": dense, "FORM": kind}
+    return loader.get(rt, "router", entry=entry, args=args, DTYPE=TYPES[logits.dtype], ROUTING=routing, **numbers)
 
 
 def _grid(rt: Runtime, tokens: int, each: int) -> tuple[int, int]:
@@ -69,9 +69,9 @@ def router_backward(
 
 
 def _loss(rt: Runtime, entry: str, args: str, probs: Tensor, given: Weighed) -> Kernel:
-    constants = {"DTYPE": TYPES[probs.dtype], "WEIGHT": _NUMBERS[given.weights.dtype]}
-    constants["TOTAL"] = _NUMBERS[given.total.dtype]
-    return loader.get(rt, "router_loss", entry=entry, args=args + "qqiiif", **constants)
+    weight, total = (_NUMBERS[t.dtype] for t in (given.weights, given.total))
+    types = {"DTYPE": TYPES[probs.dtype], "WEIGHT": weight, "TOTAL": total}
+    return loader.get(rt, "router_loss", entry=entry, args=args + "qqiiif", **types)
 
 
 def _parts(rows: int, columns: int) -> tuple[tuple[int, int], int]:
