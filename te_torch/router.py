@@ -85,12 +85,13 @@ def fused_topk_with_score_function(
     lead, bins = tuple(logits.shape[:-1]), 0
     if expert_bias is not None:
         if score_function == "softmax":
-            raise RouterError(op, "expert_bias with softmax", "it with sigmoid or sqrtsoftplus", "leave it out")
+            allowed, do = "a bias with sigmoid or sqrtsoftplus", "leave expert_bias out"
+            raise RouterError(op, "expert_bias with softmax", allowed, do)
         _check_sized(op, "expert_bias", expert_bias, (experts,), (torch.float32,))
         expert_bias = expert_bias.detach()
     if topk_indices is not None:
         if form != "bytemap":
-            raise RouterError(op, f"topk_indices with {form}", "it without a map's format", "leave one of both out")
+            raise RouterError(op, f"topk_indices with {form}", "either of both", "leave one of them out")
         _check_sized(op, "topk_indices", topk_indices, (*lead, topk), tuple(_NUMBERS))
         form = _NUMBERS[topk_indices.dtype]
     if any([t is not None for t in (qb_histogram, qb_bin_bounds, qb_histogram_mode)]):
@@ -147,7 +148,7 @@ def fused_moe_aux_loss(
     _check_sized(op, "tokens_per_expert", tokens_per_expert, (columns,), _COUNTS)
     if isinstance(total, torch.Tensor):
         if total.numel() != 1 or total.dtype != torch.int64:
-            raise RouterError(op, f"total_num_tokens {total.dtype} {tuple(total.shape)}", "int64 []", "correct it")
+            raise RouterError(op, f"total_num_tokens {total.dtype} {tuple(total.shape)}", "one int64 number", "correct it")
         total = total.reshape(1)
     else:
         total = torch.full((1,), integer(op, "total_num_tokens", total), dtype=torch.int64, device=probs.device)

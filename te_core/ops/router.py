@@ -71,7 +71,7 @@ class RouterTerms:
         k, groups, best = self.topk, self.groups, self.group_topk
         got, do = f"topk={k} of {experts} experts", "correct topk"
         if not 1 <= k <= experts <= MAX_EXPERTS:
-            raise ArgumentError(op, got, f"a topk from 1 to the experts, of which {MAX_EXPERTS} may be", do)
+            raise ArgumentError(op, got, f"a topk from 1 to the experts, at most {MAX_EXPERTS} of these", do)
         each = k // best if best else 0
         if best and not (1 <= best <= groups and experts % groups == 0 and k % best == 0 and each * groups <= experts):
             got, do = f"{got}, num_groups={groups}, group_topk={best}", f"{do}, num_groups or group_topk"
@@ -118,8 +118,8 @@ _LOGITS = """
     bounds? [2] f32: Lower and upper bound of the histogram's bins. None has none.
     must (histogram is None) == (bounds is None): a histogram with bounds; pass both
     must histogram is None or (terms.score == "sigmoid" and bias is not None and not terms.groups
-        and terms.topk < experts): a histogram only supports sigmoid with a bias, no groups, topk below the experts;
-        leave the histogram out
+        and terms.topk < experts): a histogram only supports sigmoid with a bias, no groups, and topk below the
+        experts; leave histogram out
 """,
     runs="router_forward",
 )

@@ -55,7 +55,7 @@ def fused_topk_with_score_function(
         probs, routing = call_layer("router_scores", {"logits": logits}, options)
         return probs.astype(logits.dtype), routing
     if expert_bias is not None and score != "sigmoid":
-        raise ArgumentError(op, f"expert_bias with {score}", "it with sigmoid", "leave expert_bias out")
+        raise ArgumentError(op, f"expert_bias with {score}", "a bias with sigmoid", "leave expert_bias out")
     options |= {"use_pre_softmax": use_pre_softmax, "scaling_factor": number(op, "scaling_factor", scaling_factor)}
     options |= {"num_groups": max(num_groups or 0, 0), "group_topk": max(group_topk or 0, 0)}
     probs, routing = call_layer("router_topk", {"logits": logits, "expert_bias": expert_bias}, options)
