@@ -148,7 +148,9 @@ def fused_moe_aux_loss(
     _check_sized(op, "tokens_per_expert", tokens_per_expert, (columns,), _COUNTS)
     if isinstance(total, torch.Tensor):
         if total.numel() != 1 or total.dtype != torch.int64:
-            raise RouterError(op, f"total_num_tokens {total.dtype} {tuple(total.shape)}", "one int64 number", "correct it")
+            raise RouterError(
+                op, f"total_num_tokens {total.dtype} {tuple(total.shape)}", "one int64 number", "correct it"
+            )
         total = total.reshape(1)
     else:
         total = torch.full((1,), integer(op, "total_num_tokens", total), dtype=torch.int64, device=probs.device)
@@ -210,7 +212,8 @@ def _check_histogram(op: str, experts: int, histogram: Any, bounds: Any, mode: A
     bins = histogram.shape[-1] if isinstance(histogram, torch.Tensor) and histogram.ndim else 0
     _check_sized(op, "qb_histogram", histogram, (experts, max(bins, 1)), (torch.int32,))
     _check_sized(op, "qb_bin_bounds", bounds, (2,), (torch.float32,))
-    if torch.compiler.is_compiling() or getattr(bounds, "_looked_at", None) == bounds._version:
+    version = None if bounds.is_inference() else bounds._version
+    if torch.compiler.is_compiling() or getattr(bounds, "_looked_at", -1) == version:
         return
     if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
         allowed = "bounds that an earlier call has read"
@@ -218,7 +221,7 @@ def _check_histogram(op: str, experts: int, histogram: Any, bounds: Any, mode: A
     lower, upper = bounds.tolist()
     if not (-float("inf") < lower < upper < float("inf")):
         raise wrong(f"qb_bin_bounds=({lower}, {upper})", "finite with lower < upper", "correct the bounds")
-    bounds._looked_at = bounds._version
+    bounds._looked_at = -1 if version is None else version
 
 
 __all__ = [

@@ -3,7 +3,8 @@
 //
 //   logits, out [tokens, experts]; out is in T, or float for scores of all experts (DENSE=1)
 //   routing  FORM 0: a byte an expert   1: a bit an expert, the lowest first   2: numbers [tokens, topk]
-//   counts [experts] of all tokens; work [experts + 1]: zeros, which are left behind
+//   counts [experts] of all tokens; offsets [experts + 1], their running sums, each rounded up to a multiple of `align`
+//   work [experts + 1]: zeros, which are left behind, where one of both is wanted
 //   histogram [experts, bins], which is added to; bounds [2]
 //
 // A warp takes a token at a time. What experts are chosen by becomes a number whose order is theirs, in shared memory
@@ -112,17 +113,17 @@ __device__ __forceinline__ void keep_best_groups(u32* keys, u32* sums, int exper
 
 // ---- forward -------------------------------------------------------------------------------------------------
 
-// Dynamic shared memory: (experts + groups) numbers a warp; with counts `experts` more.
+// Dynamic shared memory: (experts + groups) numbers a warp; with work `experts` more.
 extern "C" __global__ void __launch_bounds__(256)
     router_forward(const T* __restrict__ logits, const float* __restrict__ bias, OUT* __restrict__ out,
-                   ROUTING* __restrict__ routing, int* counts, int* work, int* histogram,
+                   ROUTING* __restrict__ routing, int* counts, int* offsets, int* work, int* histogram,
                    const float* __restrict__ bounds, i64 tokens, int experts, int topk, int groups, int group_topk,
-                   int bins, float scale) {
+                   int bins, int align, float scale) {
     extern __shared__ u32 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     u32* const keys = shared + warp * (experts + groups);
     int* const here = reinterpret_cast<int*>(shared + warps * (experts + groups));
-    if (counts) {
+    if (work) {
         for (int id = threadIdx.x; id < experts; id += blockDim.x) here[id] = 0;
         __syncthreads();
     }
@@ -182,21 +183,32 @@ extern "C" __global__ void __launch_bounds__(256)
             if (chosen && FORM == NUMBERS) {
                 routing[token * topk + before + __popc(word & ((1u << lane) - 1))] = ROUTING(id);
             }
-            if (chosen && counts) atomicAdd(here + id, 1);
+            if (chosen && work) atomicAdd(here + id, 1);
             before += __popc(word);
         }
         __syncwarp();
     }
-    if (!counts) return;
+    if (!work) return;
     __syncthreads();
     for (int id = threadIdx.x; id < experts; id += blockDim.x) {
         if (here[id]) atomicAdd(work + id, here[id]);
     }
     if (!last_block(work + experts)) return;
-    for (int id = threadIdx.x; id < experts; id += blockDim.x) {
-        counts[id] = __ldcg(work + id);
-        work[id] = 0;
+    int first = 0;  // row of the next 32 experts
+    for (int begin = 0; begin < experts && warp == 0; begin += 32) {
+        const int id = begin + lane, count = id < experts ? __ldcg(work + id) : 0;
+        int sum = (count + align - 1) / align * align;
+        if (id < experts) work[id] = 0;
+        if (id < experts && counts) counts[id] = count;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int before = __shfl_up_sync(ALL, sum, step);
+            if (lane >= step) sum += before;
+        }
+        if (id < experts && offsets) offsets[id + 1] = first + sum;
+        first += __shfl_sync(ALL, sum, 31);
     }
+    if (offsets && threadIdx.x == 0) offsets[0] = 0;
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------

@@ -62,8 +62,16 @@ def forward(
     experts, lead = logits.shape[-1], logits.shape[:-1]
     counts = rt.empty((experts,), dtypes.int32) if spec.counts else None
     histogram = rt.zeros((experts, spec.bins), dtypes.int32) if spec.bins else None
-    more = {"bias": bias, "counts": counts, "histogram": histogram, "bounds": bounds}
-    gates, routing = ops.router_topk_forward(rt, logits.matrix(), terms=spec.terms, form=spec.form, **more)
+    gates, routing = ops.router_topk_forward(
+        rt,
+        logits.matrix(),
+        terms=spec.terms,
+        bias=bias,
+        form=spec.form,
+        counts=counts,
+        histogram=histogram,
+        bounds=bounds,
+    )
     routing = routing.reshape(*lead, routing.shape[1])
     told = [t for t in (counts, histogram) if t is not None]
     return (gates.reshape(*logits.shape), routing, *told), RouterSaved(logits, routing)

@@ -86,9 +86,11 @@ class Routed(NamedTuple):
     bias: Tensor | None
     out: Tensor  # gates, or scores
     routing: Tensor
-    counts: Tensor | None
-    histogram: Tensor | None
-    bounds: Tensor | None
+    counts: Tensor | None = None
+    offsets: Tensor | None = None
+    align: int = 1
+    histogram: Tensor | None = None
+    bounds: Tensor | None = None
 
 
 class Weighed(NamedTuple):
@@ -114,6 +116,10 @@ _LOGITS = """
     must bias is None or terms.score != "softmax": a bias with sigmoid or sqrtsoftplus; leave bias out
     form in FORMS: How the routing is written.
     counts? [experts] i32 written: Where the number of tokens of each expert is written. None counts none.
+    offsets? [experts + 1] i32 written: Where the first row of each expert is written, as `permute` orders rows, and
+        last their number. None writes it nowhere.
+    align: The rows of each expert become a multiple of this number, in offsets.
+    must align >= 1: a number from 1 on
     histogram? [experts, bins] i32 written: Counts that are added to. None counts none.
     bounds? [2] f32: Lower and upper bound of the histogram's bins. None has none.
     must (histogram is None) == (bounds is None): a histogram with bounds; pass both
@@ -131,6 +137,8 @@ def router_topk_forward(
     bias: Tensor | None = None,
     form: str = "bytemap",
     counts: Tensor | None = None,
+    offsets: Tensor | None = None,
+    align: int = 1,
     histogram: Tensor | None = None,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -141,7 +149,8 @@ def router_topk_forward(
     terms.check("router_topk_forward", logits.shape[1])
     out = rt.empty(logits.shape, logits.dtype)
     routing = rt.empty(_routing_shape(logits.shape, terms, form), FORMS[form])
-    rt.backend.router_forward(rt, terms, form, False, Routed(logits, bias, out, routing, counts, histogram, bounds))
+    routed = Routed(logits, bias, out, routing, counts, offsets, align, histogram, bounds)
+    rt.backend.router_forward(rt, terms, form, False, routed)
     return out, routing
 
 
@@ -172,7 +181,7 @@ def router_scores_forward(
     terms.check("router_scores_forward", logits.shape[1])
     out = rt.empty(logits.shape, dtypes.float32)
     routing = rt.empty(_routing_shape(logits.shape, terms, form), FORMS[form])
-    rt.backend.router_forward(rt, terms, form, True, Routed(logits, None, out, routing, None, None, None))
+    rt.backend.router_forward(rt, terms, form, True, Routed(logits, None, out, routing))
     return out, routing
 
 

@@ -110,8 +110,14 @@ def _losses(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 
 def _router(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     x, terms, one = tensor(rt, ROWS, WIDTH), RouterTerms(4, "sigmoid"), rt.tensor(np.array([ROWS], np.int64))
-    more = {"terms": terms, "bias": tensor(rt, WIDTH), "bounds": tensor(rt, 2), "counts": _cu(rt, *[0] * WIDTH)}
-    more["histogram"] = rt.tensor(np.zeros((WIDTH, 5), np.int32))
+    more = {
+        "terms": terms,
+        "bias": tensor(rt, WIDTH),
+        "bounds": tensor(rt, 2),
+        "counts": _cu(rt, *[0] * WIDTH),
+        "align": 8,
+    }
+    more |= {"histogram": rt.tensor(np.zeros((WIDTH, 5), np.int32)), "offsets": _cu(rt, *[0] * (WIDTH + 1))}
     loss = {"experts": WIDTH, "topk": 4, "coeff": 0.1}
     return {
         "router_aux_loss_forward": ((x, tensor(rt, WIDTH), one), loss),

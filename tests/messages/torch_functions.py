@@ -74,7 +74,7 @@ for row, given in {
     "a bitmap and numbers": (2, None, None, "softmax", None, 1, {"topk_indices": torch.zeros(T, 2, dtype=torch.int32)}),
     "numbers of another shape": (2, None, None, "softmax", None, 0, {"topk_indices": torch.zeros(T, 3).int()}),
     "a histogram without bounds": (2, None, None, "sigmoid", BIAS, 0, {"qb_histogram": COUNTED["qb_histogram"]}),
-    "a histogram in a mode that is none": (2, None, None, "sigmoid", BIAS, 0, {**COUNTED, "qb_histogram_mode": "three"}),
+    "a histogram in another mode": (2, None, None, "sigmoid", BIAS, 0, {**COUNTED, "qb_histogram_mode": "three"}),
     "a histogram of groups": (2, 4, 2, "sigmoid", BIAS, 0, {**COUNTED, "qb_histogram_mode": "two_kernel"}),
     "bounds that are equal": (
         2, None, None, "sigmoid", BIAS, 0,

@@ -50,8 +50,11 @@ def router_forward(rt: Runtime, terms: RouterTerms, form: str, dense: bool, give
         given.routing.numpy()[...] = np.packbits(chosen, axis=1, bitorder="little")
     else:
         given.routing.numpy()[...] = np.nonzero(chosen)[1].reshape(tokens, terms.topk)
+    rows = chosen.sum(0)
     if given.counts is not None:
-        given.counts.numpy()[...] = chosen.sum(0)
+        given.counts.numpy()[...] = rows
+    if given.offsets is not None:
+        given.offsets.numpy()[...] = np.concatenate(([0], np.cumsum(-(-rows // given.align) * given.align)))
     if given.histogram is not None and given.bounds is not None:
         counts, (lower, upper) = given.histogram.numpy(), given.bounds.numpy()
         bins = counts.shape[1]

@@ -38,21 +38,22 @@ def _grid(rt: Runtime, tokens: int, each: int) -> tuple[int, int]:
 
 
 def router_forward(rt: Runtime, terms: RouterTerms, form: str, dense: bool, given: Routed) -> None:
-    """A warp a token; with counts the last block writes what all have counted."""
-    logits, bias, out, routing, counts, histogram, bounds = given
+    """A warp a token; the last block writes what all have counted."""
+    logits, bias, out, routing, counts, offsets, align, histogram, bounds = given
     tokens, experts = logits.shape
+    counted = [t for t in (counts, offsets) if t is not None]
     if not tokens:
-        if counts is not None:
-            rt.backend.zero(rt, counts)
+        for t in counted:
+            rt.backend.zero(rt, t)
         return
     each = 4 * (experts + terms.groups)
     blocks, warps = _grid(rt, tokens, each)
-    work = 0 if counts is None else rt.workspace("router counts", 4 * (experts + 1), zeroed=True)
-    kernel = _kernel(rt, "router_forward", "p" * 8 + "qiiiiif", terms, form, logits, dense)
+    work = rt.workspace("router counts", 4 * (experts + 1), zeroed=True) if counted else 0
+    kernel = _kernel(rt, "router_forward", "p" * 9 + "qiiiiiif", terms, form, logits, dense)
     sizes = experts, terms.topk, terms.groups, terms.group_topk, 0 if histogram is None else histogram.shape[1]
-    pointers = logits, bias, out, routing, counts, work, histogram, bounds
-    shared = warps * each + (0 if counts is None else 4 * experts)
-    kernel(rt, blocks, 32 * warps, *pointers, tokens, *sizes, terms.scale, shared=shared)
+    pointers = logits, bias, out, routing, counts, offsets, work, histogram, bounds
+    shared = warps * each + (4 * experts if counted else 0)
+    kernel(rt, blocks, 32 * warps, *pointers, tokens, *sizes, align, terms.scale, shared=shared)
 
 
 def router_backward(
