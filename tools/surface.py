@@ -30,6 +30,7 @@ FACES = (
     "te_torch.debug",
     "te_torch.optimizers",
     "te_torch.recipe",
+    "te_torch.router",
     "te_torch.tensors",
     "te_torch.utils",
 )

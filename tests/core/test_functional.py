@@ -27,10 +27,12 @@ from te_core.layers import (
     permute,
     residual,
     rope,
+    router,
     softmax,
 )
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import Clamp
+from te_core.ops.router import RouterTerms
 from te_core.ops.softmax import Band
 from te_core.quantize.state import Scales
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
@@ -198,6 +200,22 @@ class ByHand:
         functions = SimpleNamespace(forward=permute.unpermute_forward, backward=permute.unpermute_backward)
         given = self.of("x", "row_id_map", "merging_probs")
         return self.run(("x", "", "merging_probs"), functions, permute.PermuteSpec(6, 12), given)
+
+    def of_router_topk(self, a: Any, o: Any) -> Any:
+        groups = o.get("num_groups", 0), o.get("group_topk", 0)
+        terms = RouterTerms(o["topk"], o["score_function"], o["use_pre_softmax"], *groups, o["scaling_factor"])
+        spec = router.RouterSpec(terms, o["routing_map_format"], o["return_tokens_per_expert"], o.get("qb_bins", 0))
+        return self.run(("logits",), router, spec, self.of("logits", "expert_bias", "qb_bin_bounds"), 4)
+
+    def of_router_scores(self, a: Any, o: Any) -> Any:
+        functions = SimpleNamespace(forward=router.scores_forward, backward=router.scores_backward)
+        spec = router.RouterSpec(RouterTerms(o["topk"], o["score_function"]), o["routing_map_format"])
+        return self.run(("logits",), functions, spec, self.of("logits"))
+
+    def of_router_aux_loss(self, a: Any, o: Any) -> Any:
+        functions = SimpleNamespace(forward=router.aux_loss_forward, backward=router.aux_loss_backward)
+        spec = router.AuxLossSpec(o["num_experts"], o["topk"], o["coeff"])
+        return self.run(("probs",), functions, spec, self.of("probs", "tokens_per_expert", "total_num_tokens"))
 
 
 def state_of(case: Right, r: np.random.Generator) -> tuple[Any, Scales | None]:

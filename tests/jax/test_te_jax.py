@@ -205,6 +205,40 @@ def test_norms_and_activations() -> None:
     equal(te.activation(X[..., None, :], ("gelu",)), host(fn.activation(X, activation="gelu")[0]))
 
 
+def test_router() -> None:
+    """Maps by names and numbers, gradients of the chosen and of all experts, and of the auxiliary loss."""
+    logits, bias, choose = drawn(12, 16), drawn(16, seed=1, size=0.1), te.fused_topk_with_score_function
+    given: dict[str, Any] = {"topk": 4, "scaling_factor": 2.5, "num_groups": 4, "group_topk": 2}
+    (probs, routing), back = fn.router_topk(logits, bias, **given, score_function="sigmoid")
+    grads = back((probs, None))["logits"]
+    for form in (te.RoutingMapFormat.BYTEMAP, "bytemap", 0):
+        options = {**given, "score_function": te.ScoreFunction.SIGMOID, "routing_map_format": form}
+
+        def loss(x: Any, options: Any = options) -> Any:
+            found, chosen = choose(x, expert_bias=bias, **options)
+            return (found**2 / 2).sum(), (found, chosen)
+
+        found, (got, chosen) = jax.jit(jax.grad(loss, has_aux=True))(logits)
+        assert chosen.dtype == bool
+        for one, other in ((found, grads), (got, probs), (chosen, routing)):
+            equal(one, host(other))
+    bits = choose(logits, 4, score_function="softmax", routing_map_format="bitmap_u8")[1]
+    equal(bits, host(fn.router_topk(logits, topk=4, routing_map_format="bitmap_u8")[0][1]))
+    (scores, routing), back = fn.router_scores(logits, topk=4)
+    counts, total = jnp.arange(16), jnp.full((1,), 12, jnp.int32)
+    wanted, back_loss = fn.router_aux_loss(scores, counts, total, num_experts=16, topk=4, coeff=0.1)
+    grads = back((back_loss(jnp.ones(1))["probs"], None))["logits"]
+
+    def balance(x: Any) -> Any:
+        found, _ = choose(x, 4, compute_aux_scores=True, scaling_factor=3)
+        return te.fused_moe_aux_loss(found, counts, 4, 0.1)
+
+    value, found = jax.jit(jax.value_and_grad(balance))(logits)
+    assert value.shape == ()
+    equal(value, host(wanted).reshape(()))
+    equal(found, host(grads))
+
+
 ATTENTION: dict[str, dict[str, Any]] = {
     "causal": {},
     "none": {"attn_mask_type": "no_mask"},

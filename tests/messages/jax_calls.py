@@ -81,6 +81,15 @@ for options in (
     ROWS.add(te.fused_attn, XXX, **options)
 ROWS.add(te.fused_attn, (jnp.zeros((1, 8, 2, 16)),) * 3, dropout_probability=0.5)
 ROWS.add(te.activation, X, ("gelu", "gelu"))
+for options in (
+    {"topk": 9},
+    {"score_function": "sqrtsoftplus"},
+    {"expert_bias": jnp.zeros(8)},
+    {"routing_map_format": 2},
+    {"scaling_factor": None},
+):
+    ROWS.add(te.fused_topk_with_score_function, jnp.zeros((4, 8)), **{"topk": 2, **options})
+ROWS.add(te.fused_moe_aux_loss, jnp.zeros((4, 8)), jnp.zeros(7), 2, 0.1)
 ROWS.add(te.scaling, DELAYED, te.layernorm)
 ROWS.add(te.quantize, X, None)
 K3 = jnp.zeros((3, 8, 4))

@@ -37,6 +37,7 @@ PACKAGES = (
     "te_torch.debug",
     "te_torch.optimizers",
     "te_torch.recipe",
+    "te_torch.router",
     "te_torch.tensors",
     "te_torch.utils",
 )

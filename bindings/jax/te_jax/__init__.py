@@ -27,14 +27,16 @@ from te_jax.layers import (
 )
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.record import explain
+from te_jax.router import RoutingMapFormat, ScoreFunction, fused_moe_aux_loss, fused_topk_with_score_function
 from te_jax.rules import checkpoint_names
 from te_jax.state import Scaling, scaling
 
 __all__ = [
-    "AttnBiasType", "AttnMaskType", "AttnSoftmaxType", "MeshResource", "QKVLayout", "Quantized", "Scaling",
-    "SequenceDescriptor", "SoftmaxType", "activation", "autocast", "checkpoint_names", "dense", "dequantize",
-    "explain", "fused_attn", "grouped_dense", "layernorm", "layernorm_dense", "layernorm_mlp", "multihead_attention",
-    "quantize", "scaling", "softmax", "transformer_layer",
+    "AttnBiasType", "AttnMaskType", "AttnSoftmaxType", "MeshResource", "QKVLayout", "Quantized",
+    "RoutingMapFormat", "Scaling", "ScoreFunction", "SequenceDescriptor", "SoftmaxType", "activation", "autocast",
+    "checkpoint_names", "dense", "dequantize", "explain", "fused_attn", "fused_moe_aux_loss",
+    "fused_topk_with_score_function", "grouped_dense", "layernorm", "layernorm_dense", "layernorm_mlp",
+    "multihead_attention", "quantize", "scaling", "softmax", "transformer_layer",
 ]  # fmt: skip
 
 describe(globals()[name] for name in __all__)
