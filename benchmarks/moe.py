@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 import te_torch as te
 from benchmarks import harness
 from benchmarks.norms import Clock, copy_rate
+from te_torch import router
 from te_torch.training import moe_operators as operators
 
 TOKENS, HIDDEN, EXPERTS, TOP = 16384, 4096, 64, 8
@@ -102,6 +104,39 @@ def maps(clock: Clock) -> Iterator[dict[str, Any]]:
         yield {"case": name, "shape": (TOKENS, EXPERTS), "us": clock(work)}
 
 
+def routers(clock: Clock, rate: float) -> Iterator[dict[str, Any]]:
+    """The choice of experts and the scores of all, each way: bytes of logits, probabilities and maps of bytes."""
+    for experts, topk in ((EXPERTS, TOP), (256, 8), (1024, 32)):
+        logits = torch.randn(TOKENS, experts, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        bias, size = torch.zeros(experts, device="cuda"), TOKENS * experts
+        more = (False, None, None, 2.5, "sigmoid", bias)
+
+        def choose(given: Any = (logits, topk, *more)) -> Any:
+            return router.fused_topk_with_score_function(*given)
+
+        def score(given: Any = (logits, topk, "softmax")) -> Any:
+            return router.fused_compute_score_for_moe_aux_loss(*given)[1]
+
+        probs, scores = choose()[0], score()
+        for name, moved, work in (
+            ("router", 5 * size, choose),
+            (
+                "router backward",
+                7 * size,
+                partial(torch.autograd.grad, probs, logits, probs.detach(), retain_graph=True),
+            ),
+            ("router scores", 7 * size, score),
+            (
+                "router scores backward",
+                8 * size,
+                partial(torch.autograd.grad, scores, logits, scores.detach(), retain_graph=True),
+            ),
+        ):
+            us = clock(work)
+            found = {"case": name, "shape": (TOKENS, experts, topk), "us": us, "bytes": moved}
+            yield found | {"of_copy": moved / us / rate}
+
+
 def host_rows() -> list[dict[str, Any]]:
     """Enqueue times of a few tokens."""
     mask, _, probs = routed(128)
@@ -133,7 +168,7 @@ def measure() -> list[dict[str, Any]]:
                 found |= {"target": f"{OF_COPY} of a copy", "ok": found["of_copy"] >= OF_COPY}
             rows.append(found)
         harness.free()
-    return [*rows, *maps(clock), *host_rows()]
+    return [*rows, *maps(clock), *routers(clock, rate), *host_rows()]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from te_core import __version__ as __version__
-from te_torch import constants, not_built, optimizers, utils
+from te_torch import constants, not_built, optimizers, router, utils
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.rope import RotaryPositionEmbedding
@@ -74,12 +74,13 @@ __all__ = [
     "measure_saved", "memory_report", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
     "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report",
     "onnx_export", "optimizers", "parallel_cross_entropy", "plain_state_dict", "precision_report", "prepare_state",
-    "quantized_model_init", "register_norm", *_context, *_tensors,
+    "quantized_model_init", "register_norm", "router", *_context, *_tensors,
 ]  # fmt: skip
 
 describe_tensors(globals()[name] for name in _tensors)
 describe(globals()[name] for name in __all__)
 describe(vars(utils)[name] for name in utils.__all__)
+describe(vars(router)[name] for name in router.__all__)
 describe_optimizers(vars(optimizers)[name] for name in optimizers.__all__)
 
 __getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS, ("debug", "ops"))

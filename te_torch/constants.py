@@ -1,6 +1,5 @@
 """The documented constants."""
 
-from enum import IntEnum
 from types import SimpleNamespace
 
 import torch
@@ -35,10 +34,3 @@ FP8BwdTensorIdx = SimpleNamespace(
 
 #: What a process group is an instance of.
 dist_group_type = torch.distributed.ProcessGroup
-
-
-class RoutingMapFormat(IntEnum):
-    """How a map of tokens to experts is stored: a byte an element, or a bit. (Of the documented module `router`.)"""
-
-    BYTEMAP = 0
-    BITMAP_U8 = 1

@@ -103,10 +103,6 @@ REFUSING: Mapping[str, tuple[tuple[str, ...], str]] = {
         ),
         _STATE,
     ),
-    "pytorch.router": (
-        ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"),
-        "torch.topk of the scores",
-    ),
 }
 
 #: Module of which nothing is built -> (the names it documents, what to use in their place).
@@ -175,7 +171,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 #: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.
 BEHIND_ALIAS = (
     "cpu_offload", "cpu_offload_v1", "cross_entropy", "distributed", "float8_tensor", "fp8", "graph", "jit", "module",
-    "permutation", "quantization", "quantized_tensor", "router", "tensor",
+    "permutation", "quantization", "quantized_tensor", "tensor",
 )  # fmt: skip
 
 

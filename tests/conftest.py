@@ -163,8 +163,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _memory_goes_back() -> Iterator[None]:
-    """Test processes share a GPU: memory that a file's tests no longer use is not kept for the next file."""
+    """Test processes share a GPU: memory that a file's tests no longer use is not kept for the next file.
+
+    What is left after a file (libraries, compiled programs) stays to the end, and nobody looks through it again: that
+    took a quarter of the suite's time.
+    """
     yield
+    gc.collect()
+    gc.freeze()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

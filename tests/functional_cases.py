@@ -34,7 +34,8 @@ for _recipe in RECIPES.values():
         _recipe.emulate = True
 FUNCTIONS = (
     "linear layernorm rmsnorm layernorm_linear layernorm_mlp grouped_linear attention rope softmax activation l2_norm "
-    "bias_dropout_add moe_permute moe_unpermute multihead_attention transformer_layer"
+    "bias_dropout_add moe_permute moe_unpermute router_topk router_scores router_aux_loss multihead_attention "
+    "transformer_layer"
 ).split()
 WHOLE = ("multihead_attention", "transformer_layer")
 OF_RECIPES = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear", *WHOLE)
@@ -214,6 +215,32 @@ def _moe_unpermute(r: random.Random, array: Any, maybe: Any) -> Any:
     (_, row_map), _ = te.moe_permute(array(6, 16), _routing(r, kind), map_type=kind, needs=())
     probs = maybe(array(6, 4 if kind == "mask" else 2, dtype=np.float32))
     return {"x": array(12, 16), "row_id_map": row_map, "merging_probs": probs}, {"map_type": kind, "num_tokens": 6}
+
+
+def _router_topk(r: random.Random, array: Any, maybe: Any) -> Any:
+    arrays, options = _router_scores(r, array, maybe)
+    options |= {"scaling_factor": r.choice((1.0, 2.5)), "use_pre_softmax": r.random() < 0.5}
+    options["return_tokens_per_expert"] = r.random() < 0.5
+    if r.random() < 0.4:
+        options |= {"num_groups": 4, "group_topk": 2}
+    elif options["score_function"] == "sigmoid":
+        arrays["qb_bin_bounds"], options["qb_bins"] = np.array([-0.1, 0.3], np.float32), 7
+    if options["score_function"] != "softmax":
+        arrays["expert_bias"] = array(20, dtype=np.float32)
+    return arrays, options
+
+
+def _router_scores(r: random.Random, array: Any, maybe: Any) -> Any:
+    options = {"topk": r.choice((2, 4)), "score_function": r.choice(("softmax", "sigmoid", "sqrtsoftplus"))}
+    options["routing_map_format"] = r.choice(("bytemap", "bitmap_u8", "int16", "int32", "int64"))
+    return {"logits": array(*_lead(r), 20)}, options
+
+
+def _router_aux_loss(r: random.Random, array: Any, maybe: Any) -> Any:
+    counts = np.arange(12).astype(r.choice((np.int32, np.int64, np.float32, ml_dtypes.bfloat16)))
+    total = np.array([5], r.choice((np.int32, np.int64)))
+    arrays = {"probs": array(5, 12), "tokens_per_expert": counts, "total_num_tokens": total}
+    return arrays, {"num_experts": r.choice((12, 4)), "topk": 2, "coeff": 0.5}
 
 
 def _of_attention(r: random.Random, array: Any, maybe: Any, before: str) -> Any:

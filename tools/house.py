@@ -54,7 +54,17 @@ FLOORS: dict[str, list[str]] = {
     "torch transformer": ["te_torch.transformer"],
     "torch face": [
         f"te_torch.{room}"
-        for room in ("tools", "training", "optimizers", "ops", "custom_recipes", "constants", "debug", "compat")
+        for room in (
+            "tools",
+            "training",
+            "optimizers",
+            "ops",
+            "router",
+            "custom_recipes",
+            "constants",
+            "debug",
+            "compat",
+        )
     ]
     + ["te_torch"],
     "jax": ["te_jax"],

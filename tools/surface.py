@@ -31,6 +31,7 @@ FACES = (
     "te_torch.ops",
     "te_torch.optimizers",
     "te_torch.recipe",
+    "te_torch.router",
     "te_torch.tensors",
     "te_torch.utils",
 )

@@ -55,8 +55,14 @@ start_positions: Position of each sequence's first token, [batch]. None is 0.
 routing_map: With a mask, not 0 where a token goes to an expert; with "index" the experts of each token.
 probs: Probability of each token and expert, which move along with the rows. None moves none.
 row_id_map: The map that `moe_permute` gave.
+logits: Logits of the experts of each token.
+expert_bias: Addend of the scores by which experts are chosen, not with softmax. None adds none.
+qb_bin_bounds: Lower and upper bound of the bins of the histogram, which it needs. None without one.
+router_aux_loss.probs: Scores of each token and expert, those of several sequences side by side.
+tokens_per_expert: How many tokens each expert gets.
+total_num_tokens: Number of all tokens, an array of one integer.
 merging_probs: Factors by which the rows of a token are added up. None adds them up as they are.
-m_splits: How many rows each group has, numbers whose sum is the number of rows.
+m_splits: How many rows each group has, a list or an array of integers whose sum is the number of rows.
 recipe: Recipe by which operands of products are quantized, such as `Float8CurrentScaling()`. None runs in high
     precision.
 scaling: State of a recipe with a history (`Scaling`), which it needs. None for other recipes.

@@ -25,6 +25,9 @@ l2_norm = Function("l2_norm")
 bias_dropout_add = Function("bias_dropout_add")
 moe_permute = Function("moe_permute")
 moe_unpermute = Function("moe_unpermute")
+router_topk = Function("router_topk")
+router_scores = Function("router_scores")
+router_aux_loss = Function("router_aux_loss")
 multihead_attention = Function("multihead_attention")
 transformer_layer = Function("transformer_layer")
 
@@ -48,6 +51,9 @@ __all__ = [
     "quantize",
     "rmsnorm",
     "rope",
+    "router_aux_loss",
+    "router_scores",
+    "router_topk",
     "softmax",
     "transformer_layer",
     "update",

@@ -19,6 +19,7 @@ from te_core.layers.grouped_linear import Groups
 from te_core.layers.linear import Sink
 from te_core.layers.table import LAYERS
 from te_core.ops import _check
+from te_core.ops.gemm_grouped import group_offsets
 from te_core.quantized import QuantizedTensor
 from te_core.recipe import Recipe
 from te_core.runtime import Runtime
@@ -149,7 +150,7 @@ class Function(Named):
         if scales is not None:
             keywords["scales"] = scales
         if self.several:
-            keywords["splits"] = self._groups(sizes, tensors["x"].shape[0], len(weights))
+            keywords["splits"] = self._groups(sizes, tensors["x"].shape[0], len(weights), where.rt)
         ready = None
         if quantized is not None or any(isinstance(w, QuantizedTensor) for w in weights.values()):
             ready = self._ready(quantized, weights, made, where.rt)
@@ -214,7 +215,14 @@ class Function(Named):
         waits = device is not CPU and any(library_of(array).waits for array in _each(arrays.values()))
         return Where(home.runtime(device) if rt is None else rt, home, waits)
 
-    def _groups(self, sizes: Any, rows: int, count: int) -> Groups:
+    def _groups(self, sizes: Any, rows: int, count: int, rt: Runtime) -> Groups:
+        """Of a list or of an integer array; one that lies on a GPU is read there, where the products can."""
+        if not isinstance(sizes, (list, tuple)):
+            t, kinds = read(self.__name__, _SIZES, sizes), (dtypes.int32, dtypes.int64)
+            if t.device is rt.device is not CPU:
+                _check.vector(self.__name__, rt.device, _SIZES, t, count, kinds)
+                return Groups(None, offsets=group_offsets(rt, t, rows, rt.empty((count + 1,), dtypes.int32)))
+            sizes = rt.numpy(t).tolist() if t.device is rt.device and t.dtype in kinds and t.ndim == 1 else sizes
         right = isinstance(sizes, (list, tuple)) and len(sizes) == count
         if not right or not all(type(n) is int and n >= 0 for n in sizes) or sum(sizes) != rows:
             allowed = f"{count} integers from 0 on, which add up to {rows} rows"

@@ -5,7 +5,7 @@ in every respect (its scales, its gradients), so the result is that of `num_gemm
 launches: one quantizes all groups of x, one all weights, one all groups of dy. The rows of the groups are an argument
 of the call and no part of the spec: they change with every step. Where the host knows them, a group is a product of its
 own, with the bits of a linear. In high precision running sums on the device are enough, of which the host knows
-nothing: each product is then one launch for all groups, where the device has such (`in_one_launch`).
+nothing: each product is then one step for all groups, where the device has such (`takes_offsets`).
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from te_core.layers import (
     norm_linear,
     permute,
     rope,
+    router,
     softmax,
 )
 from te_core.layers import residual as added
@@ -34,6 +35,8 @@ from te_core.layers.linear import LinearSpec
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_core.ops.activation import KINDS, Clamp
 from te_core.ops.norm import KINDS as NORMS
+from te_core.ops.router import FORMS as ROUTINGS
+from te_core.ops.router import SCORES, RouterTerms
 from te_core.ops.softmax import band_of
 
 
@@ -129,6 +132,18 @@ def _add_spec(asked: Asked) -> AddSpec:
 def _permute_spec(asked: Asked) -> permute.PermuteSpec:
     o = asked.options
     return permute.PermuteSpec(o["tokens"], o["rows"], o["map_type"] == "mask")
+
+
+def _router_spec(asked: Asked) -> router.RouterSpec:
+    o = asked.options
+    names = "use_pre_softmax", "num_groups", "group_topk", "scaling_factor"
+    terms = RouterTerms(o["topk"], o["score_function"], *[o[name] for name in names if name in o])
+    more = [o[name] for name in ("return_tokens_per_expert", "qb_bins") if name in o]
+    return router.RouterSpec(terms, o["routing_map_format"], *more)
+
+
+def _aux_loss_spec(asked: Asked) -> router.AuxLossSpec:
+    return router.AuxLossSpec(asked.options["num_experts"], asked.options["topk"], float(asked.options["coeff"]))
 
 
 def _stochastic(asked: Asked) -> bool:
@@ -312,6 +327,41 @@ _UNPERMUTE = (
 )
 _BACK = "Number of tokens of the result. None takes it from the map or from `merging_probs`."
 _UNPERMUTE_OPTIONS = {"num_tokens": _ROWS._replace(default=None, none=True, implied=False, about=_BACK), **_MAP}
+_LOGITS = Argument("logits", "logits", "... E")
+_ROUTED = (
+    _LOGITS,
+    Argument("expert_bias", "bias", "E", "float32", optional=True, gradient=False),
+    Argument("qb_bin_bounds", "bounds", "L", "float32", optional=True, gradient=False),
+)
+_WEIGHED = (
+    Argument("probs", "probs", "T C"),
+    Argument("tokens_per_expert", "weights", "C", "int32|int64|float32|bfloat16", gradient=False),
+    Argument("total_num_tokens", "total", "N", "int32|int64", gradient=False),
+)
+_FORMATS = """How the routing map is written: a byte or a bit for each expert (the lowest bit first), or the numbers of
+the chosen experts."""
+_SCORED = {
+    "topk": Option(1, int, least=1, about="Number of experts of each token."),
+    "score_function": Option("softmax", str, SCORES, about="What makes scores of logits."),
+    "routing_map_format": Option("bytemap", str, tuple(ROUTINGS), about=_FORMATS),
+}
+_PRE = "Whether softmax is over all experts, and not over the chosen ones."
+_KEPT = "Number of groups of which experts are chosen, those with the best scores. 0 is all experts."
+_BINS = "Number of bins of the histogram of quantile balancing, which is returned last. 0 returns none."
+_ROUTED_OPTIONS = {
+    **_SCORED,
+    "use_pre_softmax": _FLAG._replace(about=_PRE),
+    "num_groups": _COUNT._replace(about="Number of groups of experts, as many in each. 0 has no groups."),
+    "group_topk": _COUNT._replace(about=_KEPT),
+    "scaling_factor": Option(1.0, float, about="Factor of the probabilities of chosen experts."),
+    "return_tokens_per_expert": _FLAG._replace(about="Whether the number of tokens of each expert is returned, too."),
+    "qb_bins": _COUNT._replace(about=_BINS),
+}
+_LOSS_OPTIONS = {
+    "num_experts": Option(1, int, least=1, about="Number of experts."),
+    "topk": _SCORED["topk"],
+    "coeff": Option(1.0, float, about="Factor of the loss."),
+}
 _AGAIN = "Whether backward computes the MLP again, so that only the input is kept for it."
 _MLP_OPTIONS = _BEFORE | _ACTIVATION | {"checkpoint": _FLAG._replace(about=_AGAIN)}
 _EACH, _L2 = {"num_gemms": _IMPLIED}, {"eps": _NORM["eps"]._replace(default=1e-6)}
@@ -356,6 +406,18 @@ _ENTRIES = (
     Layer(
         "moe_unpermute", permute.unpermute_forward, permute.unpermute_backward, _UNPERMUTE, _UNPERMUTE_OPTIONS,
         _permute_spec, about="each token's rows added up",
+    ),
+    _layer(
+        "router_topk", router, "each token's best experts: their probabilities, and a map of them", _ROUTED,
+        _ROUTED_OPTIONS, _router_spec, outputs=("probs", "routing_map", "tokens_per_expert", "qb_histogram"),
+    ),
+    Layer(
+        "router_scores", router.scores_forward, router.scores_backward, (_LOGITS,), _SCORED, _router_spec,
+        outputs=("scores", "routing_map"), about="scores of all experts for the auxiliary loss, and a map of the best",
+    ),
+    Layer(
+        "router_aux_loss", router.aux_loss_forward, router.aux_loss_backward, _WEIGHED, _LOSS_OPTIONS, _aux_loss_spec,
+        about="coeff num_experts / (topk N^2) * sum(tokens_per_expert * sum(probs)) of N tokens",
     ),
 )  # fmt: skip
 # ------------------------------------------------------------------------------------------------ blocks, as graphs

@@ -3,7 +3,8 @@
 The rows of all groups lie in one tensor, one group after the other; `offsets` says where each begins: running sums,
 int32 [groups + 1], in device memory, where a kernel reads what the host never knew. On Hopper bfloat16 and float16
 take one launch for all groups. Everything else is a loop of `gemm` or `gemm_quantized`, which needs the numbers on the
-host: `sizes`, where the caller has them; else it waits for the device.
+host: `sizes`, where the caller has them; else it waits for the device. On a CPU a recorded loop of plain tensors reads
+the offsets in each replay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from te_core.ops.quantize import dense_columns
 from te_core.ops.quantize_grouped import bounds_of
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import META, Tensor
+from te_core.tensor import CPU, META, Tensor
 
 Rows = Tensor | Sequence[Tensor | QuantizedTensor]  # of all groups, or of each; `quantize_grouped` gives the latter
 
@@ -128,12 +129,21 @@ def gemm_grouped(
         )
     groups = len(matrices)
     if offsets is not None:
-        plan, each = _in_one_launch(rt, (a, b, out, bias), offsets, trans_a, trans_b, accumulate)
+        plan, each = _plan_of(rt, (a, b, out, bias), offsets, trans_a, trans_b, accumulate)
         if plan is not None:
             plan.run(rt, a, *each)
             return
-    sizes = _sizes(op, rt, groups, offsets, sizes)
-    rows = sum(sizes)
+    options = {"accumulate": accumulate, "split_accumulator": split_accumulator, "emulate": emulate, "strict": strict}
+    _loop(rt, (a, b, out, bias), _sizes(op, rt, groups, offsets, sizes), trans_a, trans_b, options)
+
+
+def _loop(
+    rt: Runtime, operands: tuple[Any, ...], sizes: Sequence[int], trans_a: bool, trans_b: bool, options: dict[str, Any]
+) -> None:
+    """A product for each group."""
+    op, (a, b, out, bias) = "gemm_grouped", operands
+    matrices = out if trans_a else b
+    groups, rows = len(matrices), sum(sizes)
     for t in (a, b, out, matrices if bias is None else bias):
         if t.shape[0] != rows if isinstance(t, Tensor) else len(t) != groups:
             has = f"{t.shape[0]} rows" if isinstance(t, Tensor) else f"{len(t)} parts"
@@ -161,23 +171,13 @@ def gemm_grouped(
         if start == stop:
             if trans_a:
                 _check.result(op, rt.device, "out", result, (left.shape[1], right.shape[1]), ACTIVATION_DTYPES)
-            if trans_a and not accumulate:
+            if trans_a and not options["accumulate"]:
                 rt.backend.zero(rt, result)
             continue
         added = None if bias is None else bias[i]
         if isinstance(left, QuantizedTensor) and isinstance(right, QuantizedTensor):
             gemm_quantized(
-                rt,
-                left,
-                right,
-                result,
-                a_columnwise=trans_a,
-                b_columnwise=not trans_b,
-                bias=added,
-                accumulate=accumulate,
-                split_accumulator=split_accumulator,
-                emulate=emulate,
-                strict=strict,
+                rt, left, right, result, a_columnwise=trans_a, b_columnwise=not trans_b, bias=added, **options
             )
         else:
             x, y = left, right
@@ -185,11 +185,42 @@ def gemm_grouped(
                 x = dense_columns(rt, x, y.dtype, trans_a)
             if isinstance(y, QuantizedTensor):
                 y = dense_columns(rt, y, x.dtype, not trans_b)
-            gemm(rt, x, y, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=accumulate)
+            adds = options["accumulate"]
+            gemm(rt, x, y, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=adds)
 
 
-def in_one_launch(rt: Runtime, dtype: DType, n: int, k: int, groups: int) -> bool:
-    """Whether the products of linears [n, k] of so many groups, forward and backward, need no numbers on the host."""
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """The loop of a CPU, which reads the offsets when it runs."""
+
+    spec: GroupedGemmSpec
+
+    def run(
+        self,
+        rt: Runtime,
+        a: Tensor,
+        b: Sequence[Tensor],
+        out: Sequence[Tensor | None],
+        offsets: Tensor,
+        bias: Sequence[Tensor | None],
+    ) -> None:
+        """As a launch has it: of several matrices (b; with trans_a out) and biases there is one a group."""
+        spec = self.spec
+        if rt.recorder is not None:
+            what = f"gemm_grouped {spec.groups} x {spec.m or spec.rows} x {spec.n} x {spec.k or spec.rows} {spec.dtype}"
+            rt.recorder.add_call(self.run, (a, tuple(b), tuple(out), offsets, tuple(bias)), what)
+            return
+        sizes = _sizes("gemm_grouped", rt, spec.groups, offsets, None)
+        last = sum(sizes)  # rows behind it are nobody's
+        got, allowed = f"groups of {sizes}, {last} rows, of {a.shape[0]}", "rows that there are"
+        _check.require(last <= a.shape[0], "gemm_grouped", got, allowed, "correct the offsets")
+        whole = [t.rows(0, last) for t in (a, b[0] if spec.trans_a else out[0]) if t is not None]
+        operands = (*whole, out, None) if spec.trans_a else (whole[0], b, whole[1], bias)
+        _loop(rt, operands, sizes, spec.trans_a, spec.trans_b, {"accumulate": spec.accumulate})
+
+
+def takes_offsets(rt: Runtime, dtype: DType, n: int, k: int, groups: int) -> bool:
+    """Whether the products of linears [n, k] of so many groups, forward and backward, take the sizes as a tensor."""
     able: bool = rt.plans.find(rt, _all_three, (dtype, n, k, groups))
     return able
 
@@ -201,7 +232,7 @@ def _all_three(rt: Runtime, asked: tuple[DType, int, int, int]) -> bool:
     return all(_plan(rt, spec) is not None for spec in specs)
 
 
-def _in_one_launch(
+def _plan_of(
     rt: Runtime, operands: tuple[Any, ...], offsets: Tensor, trans_a: bool, trans_b: bool, accumulate: bool
 ) -> tuple[Any, tuple[Any, ...]]:
     """(the plan for all groups if there is one, what it runs with after a)."""
@@ -239,7 +270,8 @@ def _in_one_launch(
 
 
 def _plan(rt: Runtime, spec: GroupedGemmSpec) -> Any:
-    return rt.backend.plan_gemm_grouped(rt, spec)
+    plan = rt.backend.plan_gemm_grouped(rt, spec)
+    return LoopPlan(spec) if plan is None and rt.device is CPU else plan
 
 
 def _sizes(op: str, rt: Runtime, groups: int, offsets: Tensor | None, sizes: Sequence[int] | None) -> Sequence[int]:

@@ -22,6 +22,7 @@ from te_core.ops.permute import *
 from te_core.ops.quantize import *
 from te_core.ops.quantize_grouped import *
 from te_core.ops.rope import *
+from te_core.ops.router import *
 from te_core.ops.softmax import *
 from te_core.ops.statistics import *
 from te_core.ops.swizzle import *

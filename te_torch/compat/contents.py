@@ -17,6 +17,7 @@ from te_torch import constants as _constants
 from te_torch import ops as _ops
 from te_torch import optimizers as _optimizers
 from te_torch import recipe as _recipe
+from te_torch import router as _router
 from te_torch import tensors as _tensors
 from te_torch import utils as _utils
 from te_torch.attention import dot_product as _dot_product
@@ -214,7 +215,7 @@ DEFINED: dict[str, dict[str, Any]] = {
         f"pytorch.tensor.storage.{name}_tensor_storage": _defined(module, "Storage")
         for name, module in _FORMATS.items()
     },
-    "pytorch.router": _stand_ins.refusing("pytorch.router") | _of(_constants, ("RoutingMapFormat",)),
+    "pytorch.router": _of(_router, _router.__all__),
     "pytorch.tensor.utils": _defined(_tensor_utils),
     "pytorch.torch_version": _of(_utils, ("torch_version",)),
     "pytorch.transformer": _of(te_torch, ("TransformerLayer",)),

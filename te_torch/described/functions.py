@@ -113,6 +113,25 @@ merging_probs: Weights of the rows, [tokens, experts], or float32 [tokens, top k
     up as they are.
 restore_shape: Shape of the result, with a mask. None is [tokens, features].
 pad_offsets: What `moe_permute_and_pad_with_probs` returned beside the map. None where nothing was padded.
+logits: Logits of the experts [.., experts].
+topk: Number of experts of each token.
+use_pre_softmax: Whether softmax is over all experts, and not over the chosen ones; nothing for other scores.
+num_groups: Number of groups of experts, side by side, with `group_topk`. None elsewhere.
+group_topk: Number of groups of which experts are chosen. None or 0 chooses among all.
+scaling_factor: Factor of the probabilities. None is 1.
+score_function: What makes scores of logits: "softmax", "sigmoid" or "sqrtsoftplus".
+expert_bias: Addend of the scores by which experts are chosen, float32 [experts], not with softmax. It gets no
+    gradient. None adds none.
+routing_map_format: How the map is stored: a `RoutingMapFormat`, its number, or "bytemap" or "bitmap_u8".
+topk_indices: Tensor [.., topk] of int16, int32 or int64 for the numbers of the chosen experts. None gives a map.
+qb_histogram: Counts of quantile balancing, int32 [experts, bins], that are added to. None counts none.
+qb_bin_bounds: Lower and upper bound of the bins, float32 [2]. None has none.
+qb_histogram_mode: "two_kernel" or "fused_atomic", which do the same here. None without a histogram.
+fused_moe_aux_loss.probs: Scores [tokens, columns], a multiple of `num_experts`.
+fused_moe_aux_loss.tokens_per_expert: How many tokens each expert gets [columns].
+total_num_tokens: Number of all tokens, or an int64 tensor that holds it.
+num_experts: Number of experts.
+coeff: Factor of the loss.
 hidden: Input of the last product [.., K].
 linear_cross_entropy.weight: Weight of the last product [V, K]; with `group` this rank's rows.
 linear_cross_entropy.bias: Bias of the last product [V]. None adds none.

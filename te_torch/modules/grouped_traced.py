@@ -16,7 +16,7 @@ import torch
 from te_core.errors import ArgumentError
 from te_core.layers import grouped_linear as core
 from te_core.layers.product import gradient_dtype
-from te_core.ops.gemm_grouped import group_offsets, in_one_launch
+from te_core.ops.gemm_grouped import group_offsets, takes_offsets
 from te_core.quantize.state import Scales
 from te_torch import state as scaling
 from te_torch import updates
@@ -80,10 +80,10 @@ def groups_of(
     count, rows, counts = len(call.spec.parts), rows_of(x), None
     if isinstance(m_splits, torch.Tensor) and m_splits.is_cuda:
         counts = m_splits
-    plain = x.is_cuda and call.spec.plain and not isinstance(weight, QuantizedTorch)
-    if plain and (counts is not None or not torch.cuda.is_current_stream_capturing()):
+    plain = not x.is_meta and call.spec.plain and not isinstance(weight, QuantizedTorch)
+    if plain and (counts is not None or not (x.is_cuda and torch.cuda.is_current_stream_capturing())):
         rt, (n, k) = runtime_for(x), weight.shape
-        if in_one_launch(rt, call.spec.dtype, n, k, count):
+        if takes_offsets(rt, call.spec.dtype, n, k, count):
             offsets = torch.empty(count + 1, dtype=torch.int32, device=x.device)
             if counts is not None:
                 _check_counts(count, counts)

@@ -30,6 +30,7 @@ from te_core.ops.loss import LossTerms
 from te_core.ops.norm import Branch
 from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamTensors, SgdRule, SgdTensors
 from te_core.ops.quantize import ScalingState
+from te_core.ops.router import RouterTerms
 from te_core.quantize.state import Scales
 from te_core.quantized import Cast, Format
 from te_core.recipe import DelayedScaling, Recipe, resolve
@@ -107,6 +108,27 @@ def _losses(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     }
 
 
+def _router(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    x, terms, one = tensor(rt, ROWS, WIDTH), RouterTerms(4, "sigmoid"), rt.tensor(np.array([ROWS], np.int64))
+    more = {
+        "terms": terms,
+        "bias": tensor(rt, WIDTH),
+        "bounds": tensor(rt, 2),
+        "counts": _cu(rt, *[0] * WIDTH),
+        "align": 8,
+    }
+    more |= {"histogram": rt.tensor(np.zeros((WIDTH, 5), np.int32)), "offsets": _cu(rt, *[0] * (WIDTH + 1))}
+    loss = {"experts": WIDTH, "topk": 4, "coeff": 0.1}
+    return {
+        "router_aux_loss_forward": ((x, tensor(rt, WIDTH), one), loss),
+        "router_aux_loss_backward": ((tensor(rt, 1), tensor(rt, WIDTH), one), {"rows": ROWS, **loss}),
+        "router_scores_forward": ((x,), {"terms": terms}),
+        "router_scores_backward": ((x, x), {"terms": terms}),
+        "router_topk_forward": ((x,), more),
+        "router_topk_backward": ((x, x, rt.tensor(np.eye(ROWS, WIDTH, dtype=bool))), {"terms": terms}),
+    }
+
+
 def _lists(rt: Runtime) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Of the operations on lists of tensors."""
     a, b, half = tensor(rt, ROWS), tensor(rt, ROWS), tensor(rt, ROWS, dtype=dtypes.float16)
@@ -147,7 +169,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
     row_map, pads, probs = ops.mask_row_map(rt, routing), rt.tensor(np.zeros(4, np.int64)), tensor(rt, ROWS, 4)
     chunks = rt.tensor(np.array([3, 5], np.int32)), rt.tensor(np.array([1, 0], np.int32))
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-        **(_context(rt, heads, done) | _losses(rt) | _lists(rt)),
+        **(_context(rt, heads, done) | _losses(rt) | _lists(rt) | _router(rt)),
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),

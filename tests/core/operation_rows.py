@@ -17,7 +17,7 @@ from te_core.ops.norm import Branch
 from te_core.ops.softmax import Band
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-from tests.core import operation_cast_rows, operation_token_rows
+from tests.core import operation_cast_rows, operation_router_rows, operation_token_rows
 from tests.core.inputs import SHAPES, numpy_dtype, values
 from tests.core.operations import Array, Case, Found, Near, Put, Row, Run, close, drawn, sums, type_of
 from tests.reference import activation as of_activation
@@ -636,5 +636,6 @@ ROWS: dict[str, Row] = {
         large=[((67, classes), (0.1, 1e-4)) for classes in (32000, 128256, 50257)],
     ),
     **operation_token_rows.ROWS,
+    **operation_router_rows.ROWS,
     **operation_cast_rows.ROWS,
 }

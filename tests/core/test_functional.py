@@ -27,13 +27,15 @@ from te_core.layers import (
     permute,
     residual,
     rope,
+    router,
     softmax,
 )
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import Clamp
+from te_core.ops.router import RouterTerms
 from te_core.ops.softmax import Band
 from te_core.quantize.state import Scales
-from te_core.recipe import DelayedScaling, resolve
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
 from te_core.runtime import Runtime
 from te_core.tensor import CPU, Tensor
 from tests.functional_cases import FUNCTIONS, OF_RECIPES, RECIPES, WHOLE, Right, right
@@ -199,6 +201,22 @@ class ByHand:
         given = self.of("x", "row_id_map", "merging_probs")
         return self.run(("x", "", "merging_probs"), functions, permute.PermuteSpec(6, 12), given)
 
+    def of_router_topk(self, a: Any, o: Any) -> Any:
+        groups = o.get("num_groups", 0), o.get("group_topk", 0)
+        terms = RouterTerms(o["topk"], o["score_function"], o["use_pre_softmax"], *groups, o["scaling_factor"])
+        spec = router.RouterSpec(terms, o["routing_map_format"], o["return_tokens_per_expert"], o.get("qb_bins", 0))
+        return self.run(("logits",), router, spec, self.of("logits", "expert_bias", "qb_bin_bounds"), 4)
+
+    def of_router_scores(self, a: Any, o: Any) -> Any:
+        functions = SimpleNamespace(forward=router.scores_forward, backward=router.scores_backward)
+        spec = router.RouterSpec(RouterTerms(o["topk"], o["score_function"]), o["routing_map_format"])
+        return self.run(("logits",), functions, spec, self.of("logits"))
+
+    def of_router_aux_loss(self, a: Any, o: Any) -> Any:
+        functions = SimpleNamespace(forward=router.aux_loss_forward, backward=router.aux_loss_backward)
+        spec = router.AuxLossSpec(o["num_experts"], o["topk"], o["coeff"])
+        return self.run(("probs",), functions, spec, self.of("probs", "tokens_per_expert", "total_num_tokens"))
+
 
 def state_of(case: Right, r: np.random.Generator) -> tuple[Any, Scales | None]:
     """A state with scales unlike one another, and a copy of it as the core takes it."""
@@ -359,6 +377,18 @@ def test_experts_get_their_tokens_back() -> None:
     grads = back(np.ones_like(z))
     assert np.array_equal(grads["x"], np.outer([0.5, 2, 0.25, 1], np.ones(4)))
     assert np.array_equal(grads["merging_probs"][mask], y.sum(1)[[0, 2, 3, 1]])
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
+def test_sizes_of_groups_come_in_any_array(recipe: Any) -> None:
+    x, weights = np.ones((6, 16), "f"), [np.full((8, 16), i + 1.0, "f") for i in range(3)]
+    sizes = [2, 0, 4]
+    wanted, _ = te.grouped_linear(x, weights, m_splits=sizes, recipe=recipe)
+    for given in (np.array(sizes), np.array(sizes, np.int32), from_numpy(np.array(sizes))):
+        assert np.array_equal(te.grouped_linear(x, weights, m_splits=given, recipe=recipe)[0], wanted)
+    for wrong in (np.array([2, 0, 5]), np.array([2.0, 0, 4]), np.array([6]), np.array([[2, 0, 4]])):
+        with pytest.raises(ArgumentError, match="m_splits"):
+            te.grouped_linear(x, weights, m_splits=wrong, recipe=recipe)
 
 
 # -------------------------------------------------------------------------------------------------------- training

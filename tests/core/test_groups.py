@@ -11,7 +11,7 @@ from te_core import dtypes as D
 from te_core import ops
 from te_core.layers import grouped_linear
 from te_core.layers.product import LinearSpec, Needs, Sink
-from te_core.ops.gemm_grouped import in_one_launch
+from te_core.ops.gemm_grouped import takes_offsets
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import capability, cuda_runtime, requires_cuda
@@ -78,7 +78,7 @@ def test_one_launch(name, dtype):
     rt, (sizes, n, k) = cuda_runtime(), CASES[name]
     if capability() != (9, 0):
         pytest.skip("hardware: groups in one launch are Hopper's")
-    assert in_one_launch(rt, dtype, n, k, len(sizes))
+    assert takes_offsets(rt, dtype, n, k, len(sizes))
     total, groups = sum(sizes), len(sizes)
     offsets, unit = ends(rt, sizes), 2.0 ** (-8 if dtype is D.bfloat16 else -11)
 

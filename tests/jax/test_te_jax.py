@@ -205,6 +205,40 @@ def test_norms_and_activations() -> None:
     equal(te.activation(X[..., None, :], ("gelu",)), host(fn.activation(X, activation="gelu")[0]))
 
 
+def test_router() -> None:
+    """Maps by names and numbers, gradients of the chosen and of all experts, and of the auxiliary loss."""
+    logits, bias, choose = drawn(12, 16), drawn(16, seed=1, size=0.1), te.fused_topk_with_score_function
+    given: dict[str, Any] = {"topk": 4, "scaling_factor": 2.5, "num_groups": 4, "group_topk": 2}
+    (probs, routing), back = fn.router_topk(logits, bias, **given, score_function="sigmoid")
+    grads = back((probs, None))["logits"]
+    for form in (te.RoutingMapFormat.BYTEMAP, "bytemap", 0):
+        options = {**given, "score_function": te.ScoreFunction.SIGMOID, "routing_map_format": form}
+
+        def loss(x: Any, options: Any = options) -> Any:
+            found, chosen = choose(x, expert_bias=bias, **options)
+            return (found**2 / 2).sum(), (found, chosen)
+
+        found, (got, chosen) = jax.jit(jax.grad(loss, has_aux=True))(logits)
+        assert chosen.dtype == bool
+        for one, other in ((found, grads), (got, probs), (chosen, routing)):
+            equal(one, host(other))
+    bits = choose(logits, 4, score_function="softmax", routing_map_format="bitmap_u8")[1]
+    equal(bits, host(fn.router_topk(logits, topk=4, routing_map_format="bitmap_u8")[0][1]))
+    (scores, routing), back = fn.router_scores(logits, topk=4)
+    counts, total = jnp.arange(16), jnp.full((1,), 12, jnp.int32)
+    wanted, back_loss = fn.router_aux_loss(scores, counts, total, num_experts=16, topk=4, coeff=0.1)
+    grads = back((back_loss(jnp.ones(1))["probs"], None))["logits"]
+
+    def balance(x: Any) -> Any:
+        found, _ = choose(x, 4, compute_aux_scores=True, scaling_factor=3)
+        return te.fused_moe_aux_loss(found, counts, 4, 0.1)
+
+    value, found = jax.jit(jax.value_and_grad(balance))(logits)
+    assert value.shape == ()
+    equal(value, host(wanted).reshape(()))
+    equal(found, host(grads))
+
+
 ATTENTION: dict[str, dict[str, Any]] = {
     "causal": {},
     "none": {"attn_mask_type": "no_mask"},
@@ -475,3 +509,35 @@ def test_the_example_learns() -> None:
     path = programs.ROOT / "examples" / "jax_mlp.py"
     ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 0 and len(re.findall(r"loss \d", ran.stderr)) == 10, ran.stderr
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16] if ON_GPU else [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
+def test_one_program_has_all_sizes_of_groups(dtype: Any) -> None:
+    """Rows, gradients, zeros behind the last group; against a plain product with each row's kernel."""
+
+    def wanted(x: Any, kernel: Any, bias: Any, sizes: Any) -> Any:
+        of = jnp.repeat(jnp.arange(3), sizes, total_repeat_length=len(x))
+        y = jnp.einsum("tk,tkn->tn", x, kernel[of]) + bias[of]
+        return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], y, 0)
+
+    def both(function: Any) -> Any:
+        def run(x: Any, kernel: Any, bias: Any, sizes: Any) -> Any:
+            y, back = jax.vjp(lambda *given: function(*given, sizes), x, kernel, bias)
+            return y, *back(dy.astype(y.dtype))
+
+        return run
+
+    traced = jax.jit(both(lambda x, kernel, bias, sizes: te.grouped_dense(x, kernel, sizes, bias=bias)))
+    given = drawn(24, 32), drawn(3, 32, 16, seed=1), drawn(3, 16, seed=2)
+    given, dy = tuple(a.astype(dtype) for a in given), drawn(24, 16, seed=3).astype(dtype)
+    unit = 2.0**-7 if dtype is jnp.bfloat16 else 2.0**-20
+    for sizes in ([9, 0, 15], [24, 0, 0], [3, 4, 5]):
+        found = traced(*given, jnp.array(sizes))
+        exact = both(wanted)(*[a.astype(jnp.float32) for a in given], jnp.array(sizes))
+        for a, b in zip(found, exact, strict=True):
+            assert a.dtype == dtype and jnp.abs(a.astype(jnp.float32) - b).max() <= unit * (2 + jnp.abs(b).max()), sizes
+    assert traced._cache_size() == 1
+    y, back = fn.grouped_linear(np.asarray(given[0], "f"), [*np.asarray(given[1], "f").mT.copy()], m_splits=[9, 0, 15])
+    if dtype is jnp.float32:
+        bare = te.grouped_dense(given[0], given[1], np.array([9, 0, 15]))
+        np.testing.assert_allclose(bare, y, rtol=1e-5, atol=1e-5)

@@ -87,6 +87,10 @@ FUNCTIONS = {
     "layernorm_mlp": "x, gamma, beta, kernels, biases, norm_type, zero_centered_gamma=False, epsilon=1e-6, *, "
     'activation_type=("gelu",)',
     "activation": "x, activation_type",
+    "fused_topk_with_score_function": "logits, topk, use_pre_softmax=False, num_groups=-1, group_topk=-1, "
+    "scaling_factor=1.0, score_function=te.ScoreFunction.SOFTMAX, expert_bias=None, compute_aux_scores=False, "
+    "routing_map_format=te.RoutingMapFormat.BYTEMAP",
+    "fused_moe_aux_loss": "probs, tokens_per_expert, topk, coeff",
     "softmax": "logits, mask=None, scale_factor=1.0, softmax_type=SCALED",
     "fused_attn": "qkv, bias=None, sequence_descriptor=None, seed=None, attn_bias_type=None, attn_mask_type='causal', "
     "qkv_layout='bshd_bshd_bshd', softmax_type='vanilla', scaling_factor=None, dropout_probability=0.0, "

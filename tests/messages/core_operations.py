@@ -17,6 +17,7 @@ from te_core.ops.loss import LossTerms
 from te_core.ops.norm import Branch
 from te_core.ops.optimizer import AdamQuantized, AdamRule, AdamTensors, SgdRule, SgdTensors
 from te_core.ops.quantize import ScalingState, allocate
+from te_core.ops.router import RouterTerms
 from te_core.ops.softmax import Band, band_of
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
@@ -189,6 +190,34 @@ each(
 )
 add(ops.unpermute_backward, rows, rows, mask_map, probs)
 add(ops.unpermute_backward, t(4, 9), rows, mask_map, probs)
+
+# -------------------------------------------------------------------------------------------------------- router
+
+logits, chosen, one = t(4, 8), t(4, 8, dtype=bool), t(1, dtype=I64)
+routed = {"logits": logits, "terms": RouterTerms(2, "sigmoid")}
+counted = {"histogram": t(8, 5, dtype=I32), "bounds": t(2)}
+each(
+    ops.router_topk_forward,
+    routed,
+    {"terms": RouterTerms(9)},
+    {"terms": RouterTerms(4, groups=3, group_topk=2)},
+    {"terms": RouterTerms(2), "bias": t(8)},
+    {"bias": t(7)},
+    {"form": "bitmap"},
+    {"histogram": counted["histogram"]},
+    counted,
+    {"counts": t(8, dtype=I64)},
+)
+add(ops.router_topk_backward, logits, logits, t(4, 7, dtype=bool), terms=RouterTerms(2))
+add(ops.router_scores_backward, t(4, 8, dtype=np.float16), logits, terms=RouterTerms(2))
+each(
+    ops.router_aux_loss_forward,
+    {"probs": logits, "weights": t(8), "total": one, "experts": 8, "topk": 2, "coeff": 0.1},
+    {"experts": 3},
+    {"weights": t(7)},
+    {"total": t(1)},
+)
+ROWS["RouterTerms of a score that is none"] = lambda: RouterTerms(2, "softplus")
 
 # ---------------------------------------------------------------------------------------- sequences over ranks
 

@@ -81,9 +81,27 @@ for options in (
     ROWS.add(te.fused_attn, XXX, **options)
 ROWS.add(te.fused_attn, (jnp.zeros((1, 8, 2, 16)),) * 3, dropout_probability=0.5)
 ROWS.add(te.activation, X, ("gelu", "gelu"))
+for options in (
+    {"topk": 9},
+    {"score_function": "sqrtsoftplus"},
+    {"expert_bias": jnp.zeros(8)},
+    {"routing_map_format": 2},
+    {"scaling_factor": None},
+):
+    ROWS.add(te.fused_topk_with_score_function, jnp.zeros((4, 8)), **{"topk": 2, **options})
+ROWS.add(te.fused_moe_aux_loss, jnp.zeros((4, 8)), jnp.zeros(7), 2, 0.1)
 ROWS.add(te.scaling, DELAYED, te.layernorm)
 ROWS.add(te.quantize, X, None)
-ROWS.add(te.grouped_dense, X)
+K3 = jnp.zeros((3, 8, 4))
+for rows, kernel, sizes, options in (
+    (jnp.zeros((12, 8)), K3, jnp.zeros(2, int), {}),
+    (jnp.zeros((12, 8)), K3, jnp.zeros(3), {}),
+    (jnp.zeros((12, 7)), K3, jnp.zeros(3, int), {}),
+    (jnp.zeros((12, 8)), K3, jnp.zeros(3, int), {"bias": jnp.zeros(4)}),
+    (jnp.zeros((12, 8)), K3, jnp.zeros(3, int), {"contracting_dims": ((1,), (2,))}),
+    (jnp.zeros((12, 8)), K3, jnp.zeros(3, int), {"recipe": DELAYED}),
+):
+    ROWS.add(te.grouped_dense, rows, kernel, sizes, **options)
 ROWS.each(te.MeshResource, pp_resource=("x",), cp_resource=("x",), ep_resource=("x",), dp_resource=(3,))
 ROWS["multihead_attention of no parameter of it"] = lambda: te.multihead_attention(
     X, {"weight": X}, num_attention_heads=4

@@ -9,7 +9,7 @@ import torch
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, NVFP4BlockScaling
-from te_torch import utils
+from te_torch import router, utils
 from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
 from tests.messages.rows import Rows
 from tests.moe_cases import H, K, T, normal, probabilities, routing
@@ -60,6 +60,35 @@ ROWS.add(te.moe_sort_chunks_by_index, X, SIZES.float(), ORDER)
 ROWS.add(te.moe_sort_chunks_by_index, X, [3, 4], ORDER)
 ROWS.add(te.moe_sort_chunks_by_index_with_probs, X, PROBS[:, 0][1:], SIZES, ORDER)
 ROWS.add(te.moe_sort_chunks_by_index_with_probs, X, PROBS[:, 0], SIZES, [1, 0])
+LOGITS, BIAS = normal(T, 8), torch.zeros(8)
+choose = partial(router.fused_topk_with_score_function, LOGITS, use_pre_softmax=False, scaling_factor=None)
+COUNTED = {"qb_histogram": torch.zeros(8, 4, dtype=torch.int32), "qb_bin_bounds": torch.tensor([-1.0, 1.0])}
+for row, given in {
+    "topk above the experts": (9, None, None, "softmax", None),
+    "groups that do not divide": (2, 3, 1, "softmax", None),
+    "a bias with softmax": (2, None, None, "softmax", BIAS),
+    "a bias of another dtype": (2, None, None, "sigmoid", BIAS.half()),
+    "a score function that is none": (2, None, None, "softplus", None),
+    "a format that is none": (2, None, None, "softmax", None, "bitmap"),
+    "a format of another type": (2, None, None, "softmax", None, None),
+    "a bitmap and numbers": (2, None, None, "softmax", None, 1, {"topk_indices": torch.zeros(T, 2, dtype=torch.int32)}),
+    "numbers of another shape": (2, None, None, "softmax", None, 0, {"topk_indices": torch.zeros(T, 3).int()}),
+    "a histogram without bounds": (2, None, None, "sigmoid", BIAS, 0, {"qb_histogram": COUNTED["qb_histogram"]}),
+    "a histogram in another mode": (2, None, None, "sigmoid", BIAS, 0, {**COUNTED, "qb_histogram_mode": "three"}),
+    "a histogram of groups": (2, 4, 2, "sigmoid", BIAS, 0, {**COUNTED, "qb_histogram_mode": "two_kernel"}),
+    "bounds that are equal": (
+        2, None, None, "sigmoid", BIAS, 0,
+        {**COUNTED, "qb_bin_bounds": torch.ones(2), "qb_histogram_mode": "two_kernel"},
+    ),
+}.items():  # fmt: skip
+    names = ("topk", "num_groups", "group_topk", "score_function", "expert_bias", "routing_map_format")
+    options = {**dict(zip(names, given, strict=False)), **(given[6] if len(given) > 6 else {})}
+    ROWS[f"router with {row}"] = lambda options=options: choose(**options)
+ROWS.add(router.fused_compute_score_for_moe_aux_loss, LOGITS.double(), 2, "softmax")
+ROWS.add(router.fused_compute_score_for_moe_aux_loss, LOGITS, 9, "softmax")
+ROWS.add(router.fused_moe_aux_loss, LOGITS, BIAS, T, 3, 2, 0.1)
+ROWS.add(router.fused_moe_aux_loss, LOGITS, BIAS[1:], T, 8, 2, 0.1)
+ROWS.add(router.fused_moe_aux_loss, LOGITS, BIAS, torch.ones(2), 8, 2, 0.1)
 SPLITS = (None, 5, "44", [[4, 4]], [4.0, 4.0], ["4", "4"], torch.tensor([[4, 4]]), torch.tensor([4.0, 4.0]))
 
 

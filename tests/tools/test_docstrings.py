@@ -38,6 +38,7 @@ PACKAGES = (
     "te_torch.ops",
     "te_torch.optimizers",
     "te_torch.recipe",
+    "te_torch.router",
     "te_torch.tensors",
     "te_torch.utils",
 )

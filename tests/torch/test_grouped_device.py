@@ -1,4 +1,4 @@
-"""GroupedLinear where its products read sizes on the device: bfloat16 on Hopper."""
+"""GroupedLinear where its products read sizes from a tensor: bfloat16 on a CPU and on Hopper."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.tape import taped
-from tests.backends import capability, requires_cuda
+from tests.backends import capability, on_devices, requires_cuda
 from tests.recordings import tapes
 
-pytestmark = requires_cuda
 GROUPS, IN, OUT, ROWS = 5, 64, 96, 256
 SIZES = ([64, 64, 64, 64, 0], [0, 256, 0, 0, 0], [1, 2, 3, 4, 246], [100, 50, 6, 0, 100])
 
 
 @pytest.fixture(autouse=True)
-def hopper() -> None:
-    if capability() != (9, 0):
+def hopper(request: pytest.FixtureRequest) -> None:
+    here = getattr(request.node, "callspec", None)
+    if (here is None or here.params.get("device") != "cpu") and capability() != (9, 0):
         pytest.skip("hardware: groups in one launch are Hopper's")
 
 
-def module(**options: Any) -> te.GroupedLinear:
+def module(device: str = "cuda", **options: Any) -> te.GroupedLinear:
     torch.manual_seed(0)
-    return te.GroupedLinear(GROUPS, IN, OUT, params_dtype=torch.bfloat16, device="cuda", **options)
+    return te.GroupedLinear(GROUPS, IN, OUT, params_dtype=torch.bfloat16, device=device, **options)
 
 
-def counts(sizes: list[int]) -> torch.Tensor:
-    return torch.tensor(sizes, device="cuda")
+def counts(sizes: list[int], device: str = "cuda") -> torch.Tensor:
+    return torch.tensor(sizes, device=device)
 
 
 def step(call: Callable[..., Any], of: te.GroupedLinear, sizes: Any, x: torch.Tensor) -> list[torch.Tensor]:
@@ -44,8 +44,8 @@ def step(call: Callable[..., Any], of: te.GroupedLinear, sizes: Any, x: torch.Te
     return found  # type: ignore[return-value]
 
 
-def inputs(seed: int = 0) -> torch.Tensor:
-    return torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.bfloat16)
+def inputs(seed: int = 0, device: str = "cuda") -> torch.Tensor:
+    return torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
 
 
 def wanted(of: te.GroupedLinear, sizes: list[int], x: torch.Tensor) -> list[torch.Tensor]:
@@ -63,31 +63,35 @@ def near(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         assert (a.double() - b).abs().max() <= 2.0**-6 * (1 + b.abs().max())
 
 
+@on_devices
 @pytest.mark.parametrize("given", ["list", "tensor"])
-def test_new_sizes_are_replayed(given: str) -> None:
-    layer, before = module(), te.GroupedLinear.host_copies
+def test_new_sizes_are_replayed(given: str, device: str) -> None:
+    layer, before = module(device), te.GroupedLinear.host_copies
     with tapes("first") as ran:
         for i, sizes in enumerate(SIZES):
-            x = inputs(i)
-            near(step(layer, layer, counts(sizes) if given == "tensor" else sizes, x), wanted(layer, sizes, x))
+            x = inputs(i, device)
+            now = counts(sizes, device) if given == "tensor" else sizes
+            near(step(layer, layer, now, x), wanted(layer, sizes, x))
             if i == 0:
                 recorded = taped.COUNTS.recorded
         assert taped.COUNTS.recorded == recorded and not ran.interpreted
     assert te.GroupedLinear.host_copies == before
 
 
-def test_one_program_for_all_sizes() -> None:
+@on_devices
+def test_one_program_for_all_sizes(device: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    layer, counter = module(), CompileCounterWithBackend("aot_eager")
+    layer, counter = module(device), CompileCounterWithBackend("aot_eager")
     before = te.GroupedLinear.host_copies
     call = torch.compile(layer, fullgraph=True, backend=counter)
     for i, sizes in enumerate(SIZES):
-        x = inputs(i)
-        near(step(call, layer, counts(sizes), x), wanted(layer, sizes, x))
+        x = inputs(i, device)
+        near(step(call, layer, counts(sizes, device), x), wanted(layer, sizes, x))
     assert counter.frame_count == 1 and te.GroupedLinear.host_copies == before
 
 
+@requires_cuda
 def test_a_captured_graph_takes_other_sizes() -> None:
     layer, x, sizes = module(), inputs(), counts(SIZES[0])
     held = x.clone().requires_grad_()
@@ -117,6 +121,7 @@ def test_a_captured_graph_takes_other_sizes() -> None:
         near([y, held.grad, *[p.grad for p in layer.parameters()]], wanted(layer, other, x))  # type: ignore[list-item]
 
 
+@requires_cuda
 def test_graphed_callables_take_other_sizes() -> None:
     layer = module()
     plain = module()
@@ -126,17 +131,18 @@ def test_graphed_callables_take_other_sizes() -> None:
         near(step(call, layer, counts(sizes), x), wanted(plain, sizes, x))
 
 
-def test_gradients_go_where_they_are_wanted() -> None:
+@on_devices
+def test_gradients_go_where_they_are_wanted(device: str) -> None:
     """Into main_grad, added to; later, by backward_dw; not into frozen weights."""
-    layer = module(fuse_wgrad_accumulation=True, bias=False)
-    later = module(delay_wgrad_compute=True, bias=False)
-    sizes, x = SIZES[3], inputs()
+    layer = module(device, fuse_wgrad_accumulation=True, bias=False)
+    later = module(device, delay_wgrad_compute=True, bias=False)
+    sizes, x = SIZES[3], inputs(0, device)
     for p in layer.parameters():
-        p.main_grad = torch.full(p.shape, 2.0, device="cuda")
+        p.main_grad = torch.full(p.shape, 2.0, device=device)
     layer.weight1.requires_grad_(False)
-    y = layer(x, counts(sizes))
+    y = layer(x, counts(sizes, device))
     y.backward(y.detach() * 0.5 + 1)
-    z = later(x, counts(sizes))
+    z = later(x, counts(sizes, device))
     z.backward(z.detach() * 0.5 + 1)
     assert later.weight0.grad is None
     later.backward_dw()
@@ -151,6 +157,7 @@ def test_gradients_go_where_they_are_wanted() -> None:
     assert (layer.weight1.main_grad == 2).all()
 
 
+@requires_cuda
 @pytest.mark.parametrize("sizes", [[300, 0, 0, 0, 0], [-5, 100, 61, 50, 50], [1, 1, 1, 1, 1]], ids=str)
 def test_wrong_sizes_stay_inside(sizes: list[int]) -> None:
     """Nothing outside of the tensors is read or written; the rows of the groups that there are, are right."""

@@ -50,6 +50,7 @@ PAGES = {
     "te_torch.tensors": Page("te_torch.tensors", "Quantized tensors, and what makes them.", "te_torch.tensors"),
     "te_torch.attention": Page("te_torch.attention", "Which attention runs, and why.", "te_torch.attention"),
     "te_torch.ops": Page("te_torch.ops", "Operations of chains that users compose.", "te_torch.ops"),
+    "te_torch.router": Page("te_torch.router", "Which experts each token goes to.", "te_torch.router"),
     "te_torch.optimizers": Page("te_torch.optimizers", "Optimizers, and functions below them.", "te_torch.optimizers"),
     "te_torch.debug": Page("te_torch.debug", "Which layer and which product lose precision.", "te_torch.debug"),
     "te_torch.utils": Page("te_torch.utils", "Small functions that scripts import.", "te_torch.utils"),

@@ -13,6 +13,7 @@ except ModuleNotFoundError as missing:
 from te_jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
 from te_jax.context import MeshResource, autocast
 from te_jax.described import describe
+from te_jax.grouped import grouped_dense
 from te_jax.layers import (
     SoftmaxType,
     activation,
@@ -24,17 +25,18 @@ from te_jax.layers import (
     softmax,
     transformer_layer,
 )
-from te_jax.not_built import grouped_dense
 from te_jax.quantizing import Quantized, dequantize, quantize
 from te_jax.record import explain
+from te_jax.router import RoutingMapFormat, ScoreFunction, fused_moe_aux_loss, fused_topk_with_score_function
 from te_jax.rules import checkpoint_names
 from te_jax.state import Scaling, scaling
 
 __all__ = [
-    "AttnBiasType", "AttnMaskType", "AttnSoftmaxType", "MeshResource", "QKVLayout", "Quantized", "Scaling",
-    "SequenceDescriptor", "SoftmaxType", "activation", "autocast", "checkpoint_names", "dense", "dequantize",
-    "explain", "fused_attn", "grouped_dense", "layernorm", "layernorm_dense", "layernorm_mlp", "multihead_attention",
-    "quantize", "scaling", "softmax", "transformer_layer",
+    "AttnBiasType", "AttnMaskType", "AttnSoftmaxType", "MeshResource", "QKVLayout", "Quantized",
+    "RoutingMapFormat", "Scaling", "ScoreFunction", "SequenceDescriptor", "SoftmaxType", "activation", "autocast",
+    "checkpoint_names", "dense", "dequantize", "explain", "fused_attn", "fused_moe_aux_loss",
+    "fused_topk_with_score_function", "grouped_dense", "layernorm", "layernorm_dense", "layernorm_mlp",
+    "multihead_attention", "quantize", "scaling", "softmax", "transformer_layer",
 ]  # fmt: skip
 
 describe(globals()[name] for name in __all__)

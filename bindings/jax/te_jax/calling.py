@@ -27,6 +27,7 @@ _NAMES = CALLED | {
     "fc1_weight": "kernels[0]", "fc2_weight": "kernels[1]", "fc1_bias": "biases[0]", "fc2_bias": "biases[1]",
     "layer_norm_weight": "gamma", "layer_norm_bias": "beta", "core_attention_bias": "bias",
 }  # fmt: skip
+_NAMES |= {f"{name}_forward": CALLED[name] for name in ("router_topk", "router_scores", "router_aux_loss")}
 _WORD = re.compile(rf"\b({'|'.join(_NAMES)})\b")
 _WHOLE = ("multihead_attention", "transformer_layer")  # whose names are the core's
 

@@ -31,9 +31,27 @@ kernels: The two weights: [in, activations, hidden] or [in, activations * hidden
 biases: The two biases, [activations, hidden] and [out], or None for one. None adds none.
 params: Weights and biases by name, as arrays; the names are those of te_core.functional.
 options: Options of the layer by name, as te_core.functional has them.
-grouped_dense.arguments: Anything; the call is refused.
-grouped_dense.options: Anything; the call is refused.
+grouped_dense.x: Input [rows, in], float32, bfloat16 or float16, the rows sorted by group.
+grouped_dense.kernel: Weights [groups, in, out].
+group_sizes: Rows of each group, integers [groups].
+grouped_dense.contracting_dims: ((1,), (1,)), the only one allowed.
+grouped_dense.bias: Addends [groups, out]. None adds none.
+grouped_dense.recipe: None, the only one allowed: groups are multiplied in high precision.
 logits: Scores [batch, heads, queries, keys].
+fused_topk_with_score_function.logits: Logits [tokens, experts].
+topk: Number of experts of each token.
+use_pre_softmax: Whether softmax is over all experts, and not over the chosen ones.
+num_groups: Number of groups of experts, side by side, with `group_topk`. -1 elsewhere.
+group_topk: Number of groups of which experts are chosen. -1 chooses among all.
+fused_topk_with_score_function.scaling_factor: Factor of the probabilities.
+score_function: What makes scores of logits: a `ScoreFunction`, or its value.
+expert_bias: Addend of the scores by which experts are chosen, float32 [experts], with sigmoid. It gets no
+    gradient. None adds none.
+compute_aux_scores: Whether all experts get scores, for the auxiliary loss.
+routing_map_format: How the map is stored: a `RoutingMapFormat`, its number, or "bytemap" or "bitmap_u8".
+probs: Scores [tokens, experts].
+tokens_per_expert: How many tokens each expert gets [experts].
+coeff: Factor of the loss.
 mask: Boolean mask that broadcasts to the scores, True where no score counts. Needed for "scaled_masked", None
     elsewhere.
 scale_factor: Factor of the scores.

@@ -130,11 +130,13 @@ def bind(work: Work, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 #: The functions of te_jax whose layers have another name in the core.
 CALLED = {"linear": "dense", "layernorm_linear": "layernorm_dense", "attention": "fused_attn", "rmsnorm": "layernorm"}
+CALLED |= {"router_topk": "fused_topk_with_score_function", "router_scores": "fused_topk_with_score_function"}
+CALLED |= {"router_aux_loss": "fused_moe_aux_loss"}
 #: By which policies of jax.checkpoint know what forward of a layer made: outputs, and what backward reads.
 checkpoint_names = tuple(
     f"te_jax.{name}"
     for name in ("activation", "dense", "fused_attn", "layernorm", "layernorm_dense", "layernorm_mlp")
-    + ("multihead_attention", "transformer_layer")
+    + ("fused_moe_aux_loss", "fused_topk_with_score_function", "multihead_attention", "transformer_layer")
 )
 
 
@@ -278,7 +280,8 @@ def shown(part: Part, operands: Sequence[Any], results: Sequence[Any]) -> Any:
     if part.offset or found.nbytes != array.nbytes or found.dtype != array.dtype.numpy:
         flat = found.reshape(-1)[part.offset : part.offset + array.nbytes]
         wide = flat.reshape(-1, array.dtype.itemsize) if array.dtype.itemsize > 1 else flat
-        found = jax.lax.bitcast_convert_type(wide, array.dtype.numpy)
+        boolean = array.dtype is dtypes.bool_  # which JAX makes of no bits
+        found = wide != 0 if boolean else jax.lax.bitcast_convert_type(wide, array.dtype.numpy)
     return found.reshape(array.shape)
 
 

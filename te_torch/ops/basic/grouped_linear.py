@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from te_core.ops.gemm_grouped import in_one_launch
+from te_core.ops.gemm_grouped import takes_offsets
 from te_core.recipe import Recipe
 from te_torch.modules import grouped_linear as modules
 from te_torch.ops.basic.linear import kaiming_init
@@ -98,4 +98,4 @@ def _groups_of_rows(splits: Any, rows: torch.Tensor) -> torch.Tensor:
 def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
     """Whether products of groups read the sizes of groups on the device, and the host need not know them."""
     rt = runtime_for(torch.empty(0, device=default_device()))
-    return recipe is None and dtype in FLOATS and in_one_launch(rt, TO_CORE[dtype], 128, 128, 1)
+    return recipe is None and dtype in FLOATS and takes_offsets(rt, TO_CORE[dtype], 128, 128, 1)
