@@ -97,5 +97,7 @@ def _groups_of_rows(splits: Any, rows: torch.Tensor) -> torch.Tensor:
 
 def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
     """Whether products of groups read the sizes of groups on the device, and the host need not know them."""
-    rt = runtime_for(torch.empty(0, device=default_device()))
-    return recipe is None and dtype in FLOATS and takes_offsets(rt, TO_CORE[dtype], 128, 128, 1)
+    device = default_device()
+    if recipe is not None or dtype not in FLOATS or device.type != "cuda":
+        return False
+    return takes_offsets(runtime_for(torch.empty(0, device=device)), TO_CORE[dtype], 128, 128, 1)
