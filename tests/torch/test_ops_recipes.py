@@ -35,9 +35,6 @@ def like(module: torch.nn.Module, *chain: Any) -> tuple[Any, ops.Sequential]:
 
 #: Name: a module and the chain that is one.
 CHAINS: dict[str, Callable[..., tuple[Any, ops.Sequential]]] = {
-    "Linear": lambda kw: like(
-        te.Linear(WIDTH, INNER, params_dtype=kw["dtype"], device=kw["device"]), ops.Linear(WIDTH, INNER, **kw)
-    ),
     "LayerNormMLP": lambda kw: like(
         te.LayerNormMLP(WIDTH, INNER, params_dtype=kw["dtype"], device=kw["device"]),
         ops.LayerNorm(WIDTH, **kw),
@@ -115,7 +112,7 @@ PARTS: list[Callable[[], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_chain_is_its_operations_one_by_one(seed: int) -> None:
     """Of drawn operations: what they hand over quantized, and what is fused, changes no bit (a sum's last one)."""
     draw = random.Random(seed)
@@ -198,8 +195,9 @@ def test_scales_follow_the_maxima_exactly() -> None:
             torch.testing.assert_close(scale, torch.tensor([limit / max(maxima[: i + 1]) / 4]))
 
 
-@pytest.mark.parametrize("primary", [False, True])
-@pytest.mark.parametrize("recipe", [None, *recipes.KINDS])
+@pytest.mark.parametrize(
+    ("recipe", "primary"), [(None, False), ("delayed", False), *[(k, True) for k in recipes.KINDS]]
+)
 def test_a_checkpoint_goes_on_bit_for_bit(recipe: str | None, primary: bool) -> None:
     def build() -> tuple[ops.Sequential, Any]:
         with te.quantized_model_init(enabled=primary and recipe is not None, recipe=recipes.rule(recipe)):
@@ -254,7 +252,7 @@ def test_a_checkpoint_of_the_documented_package_is_read() -> None:
 
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("first", ["train", "infer"])
-@pytest.mark.parametrize("recipe", [None, *recipes.KINDS])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
 def test_training_and_inference_take_turns(recipe: str | None, first: str, primary: bool) -> None:
     with torch.inference_mode(first == "infer" and not primary):  # made there, too
         with te.quantized_model_init(enabled=primary and recipe is not None, recipe=recipes.rule(recipe)):
