@@ -144,7 +144,7 @@ class BasicLinear(Own):
         dy = quantized(dy, ctx.grad_output_quantizer, dtype, trains) if read else dense(dy, dtype)
         if ctx.input_requires_grad:
             w = w if with_quantizers else dense(w, dtype)
-            direct = grad_input is not None and not column and grad_input.is_contiguous()
+            direct = grad_input is not None and not column and grad_input.is_contiguous() and grad_input.dtype == dtype
             dx = grad_input if direct else torch.empty((*dy.shape[:-1], w.shape[1]), dtype=dtype, device=dy.device)
             product("dgrad", dy, w, dx, accumulate=direct, precision=ctx.precision)
             if column:
