@@ -128,7 +128,11 @@ def gemm_grouped(
             "correct the operands",
         )
     groups = len(matrices)
+    for name, t in (("a", a), ("b", b), ("out", out)):
+        if isinstance(t, Tensor):
+            _check.matrix(op, name, t)
     if offsets is not None:
+        _check.vector(op, rt.device, "offsets", offsets, groups + 1, (dtypes.int32,))
         plan, each = _plan_of(rt, (a, b, out, bias), offsets, trans_a, trans_b, accumulate)
         if plan is not None:
             plan.run(rt, a, *each)
@@ -243,7 +247,7 @@ def _plan_of(
     one = len(given) == 2 and isinstance(a, Tensor) and all(type(t) is Tensor for t in several)
     matrices = [t for t in several if t.ndim == 2]
     lengths = [len(ts) == groups for ts in operands if ts is not None and not isinstance(ts, Tensor)]
-    if not (one and matrices and groups and all(lengths) and offsets.dtype is dtypes.int32):
+    if not (one and matrices and groups and all(lengths)):
         return None, ()
     shape, kind = matrices[0].shape, matrices[0].dtype
     beside, result = given[1], kind if trans_a else given[1].dtype  # b, or out
@@ -276,8 +280,6 @@ def _plan(rt: Runtime, spec: GroupedGemmSpec) -> Any:
 
 def _sizes(op: str, rt: Runtime, groups: int, offsets: Tensor | None, sizes: Sequence[int] | None) -> Sequence[int]:
     """The rows of each group, on the host."""
-    if offsets is not None:
-        _check.vector(op, rt.device, "offsets", offsets, groups + 1, (dtypes.int32,))
     if sizes is None:
         _check.require(
             offsets is not None and offsets.device is not META,
