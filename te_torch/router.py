@@ -212,8 +212,10 @@ def _check_histogram(op: str, experts: int, histogram: Any, bounds: Any, mode: A
     bins = histogram.shape[-1] if isinstance(histogram, torch.Tensor) and histogram.ndim else 0
     _check_sized(op, "qb_histogram", histogram, (experts, max(bins, 1)), (torch.int32,))
     _check_sized(op, "qb_bin_bounds", bounds, (2,), (torch.float32,))
+    if torch.compiler.is_compiling():
+        return
     version = None if bounds.is_inference() else bounds._version
-    if torch.compiler.is_compiling() or getattr(bounds, "_looked_at", -1) == version:
+    if getattr(bounds, "_looked_at", -1) == version:
         return
     if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
         allowed = "bounds that an earlier call has read"

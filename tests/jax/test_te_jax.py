@@ -482,6 +482,7 @@ def test_an_error_in_a_call_is_an_error_of_xlas(monkeypatch: pytest.MonkeyPatch)
     assert np.array_equal(step(X), te.dense(X, W[:, :40]))
 
 
+@pytest.mark.more
 def test_random_calls() -> None:
     assert jax_draws.run(40, 3)["right"] > 20
 
@@ -505,6 +506,7 @@ def test_a_second_process_takes_the_program_from_the_disk(tmp_path: Path) -> Non
     assert ran[0].stdout == ran[1].stdout and any(tmp_path.iterdir())
 
 
+@pytest.mark.more
 def test_the_example_learns() -> None:
     path = programs.ROOT / "examples" / "jax_mlp.py"
     ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)

@@ -315,6 +315,7 @@ def trained(steps: int) -> tuple[TrainState, list[float], Any]:
     return state, losses, first
 
 
+@pytest.mark.more
 def test_training_with_trainstate_and_delayed_scaling() -> None:
     state, losses, first = trained(10)
     assert losses[-1] < 0.7 * losses[0]
@@ -374,6 +375,7 @@ def test_recipes_come_from_the_region() -> None:
         module.apply(variables, X)
 
 
+@pytest.mark.more
 def test_dropout() -> None:
     """Of hidden channels, weights of attention, what is between the products, and whole sequences."""
     none = modules.TransformerLayer(**SMALL, **CALM)
@@ -398,6 +400,7 @@ def test_dropout() -> None:
     assert 4 < kept.sum() < 32  # both branches of a sequence with a probability of 1/4
 
 
+@pytest.mark.more
 def test_scan_over_layers_with_remat() -> None:
     """Two layers in nn.scan and nn.remat have the outputs, gradients and next states of two by themselves."""
     layer = modules.TransformerLayer(**SMALL, **CALM, name="layer")

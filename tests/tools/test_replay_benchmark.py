@@ -37,6 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert taped.when() == before
 
 
+@pytest.mark.more
 def test_replays(capsys: pytest.CaptureFixture[str]) -> None:
     rows = replay.measure()
     assert not [row["case"] for row in rows if "left out" in row["case"]]
@@ -56,6 +57,7 @@ def test_replays(capsys: pytest.CaptureFixture[str]) -> None:
     assert {key for row in rows for key in row} >= set(BENCHMARKS["replay"].columns)
 
 
+@pytest.mark.more
 def test_players(monkeypatch: pytest.MonkeyPatch) -> None:
     """By turns; each has what it bound for itself, and the variable is left as it was."""
     linear, begin, bound = replay.HOST[1], players.Turns.begin, []  # type: ignore[var-annotated]
@@ -146,6 +148,7 @@ def test_a_small_llama_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown >= set(BENCHMARKS["end_to_end"].columns) - {"of_before", "target", "ok"}
 
 
+@pytest.mark.more
 def test_one_recipe_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(size: end_to_end.Size, recipe: str, ways: Any) -> list[harness.Row]:
         if recipe == "bf16":

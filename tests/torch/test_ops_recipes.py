@@ -345,7 +345,7 @@ def test_identity_and_reshape_keep_quantized_tensors() -> None:
 
 @pytest.mark.parametrize("way", ["te", "torch", "reentrant"])
 @pytest.mark.parametrize("recipe", [None, "delayed", "mxfp8"])
-def test_a_chain_may_be_run_again(recipe: str | None, way: str) -> None:
+def test_a_chain_is_run_again_by_a_checkpoint(recipe: str | None, way: str) -> None:
     run = {
         "te": te.checkpoint,
         "torch": lambda m, x: checkpoint(m, x, use_reentrant=False),

@@ -23,7 +23,8 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def cases() -> Iterator[Any]:
-    """Each way with each module that it takes, in one recipe and dtype; in all of them by --full."""
+    """Each way with each module that it takes, in one recipe and dtype; in all of them by --full. Of a compiled way
+    `make test` has each third module, `make test-more` the others."""
     for device, way, (j, name) in product(devices(), WAYS, enumerate(MODULES)):
         chosen = WAYS[way]
         more = MODULES[name].recipes if device == "cpu" else ()  # on a GPU for heads of 128
@@ -38,7 +39,8 @@ def cases() -> Iterator[Any]:
         brief = [both for both in taken if not chosen.often or name in chosen.often and both[0] in chosen.recipes]
         picked = brief[(zlib.crc32(way.encode()) + 7 * j) % len(brief)] if brief else None
         for recipe, dtype in taken if full[0] else filter(None, [picked]):
-            marks = [] if (recipe, dtype) == picked else [pytest.mark.full]
+            rare = [pytest.mark.more] if "compiled" in way and j % 3 else []  # seconds each
+            marks = rare if (recipe, dtype) == picked else [pytest.mark.full]
             case = (way, name, recipe, dtype, device)
             yield pytest.param(*case, marks=marks, id="-".join(map(str, case)))
 
