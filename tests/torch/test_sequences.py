@@ -20,8 +20,8 @@ from tests.torch.sequence_changes import CHANGES
 from tests.torch.sequence_options import KINDS, OFTEN, RARE, SELDOM, Sequence
 from tests.torch.sequences import Tally, difference, draw, shortened
 
-BLOCK, BLOCKS, MORE, FULL = 25, 4, 20, 80
-OF_WANTS = 2  # blocks in `make test`
+BLOCK, BLOCKS, MORE, FULL = 25, 8, 16, 80
+OF_WANTS = 3  # blocks in `make test`
 
 
 def blocks(here: int) -> Any:
