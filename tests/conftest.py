@@ -221,10 +221,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from tests import covering
     from tests.backends import cuda_devices
 
-    covering.full[0] = config.getoption("--full") or "full" in config.getoption("-m")
     if config.getoption("--require-cuda") and not cuda_devices():
         raise pytest.UsageError("--require-cuda: this machine has no CUDA device")
     if config.pluginmanager.hasplugin("xdist"):

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-#: Whether cases of `--full` are made (tests/conftest.py says so): a third of the time to collect tests is theirs.
-full = [True]
-
 
 def covering(*, turns: int = 1, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrized by lists by name: every value of each is run with some of the others, the whole product by `--full`.
@@ -25,12 +22,11 @@ def covering(*, turns: int = 1, **axes: Iterable[Any]) -> pytest.MarkDecorator:
         for turn in range(turns)
         for i in range(most)
     }
-    places = [range(len(values)) for values in lists]
     return pytest.mark.parametrize(
         tuple(axes),
         [
             pytest.param(*(values[i] for values, i in zip(lists, where, strict=True)), marks=marks)
-            for where in (product(*places) if full[0] else sorted(chosen))
+            for where in product(*(range(len(values)) for values in lists))
             for marks in [[] if where in chosen else [pytest.mark.full]]
         ],
     )

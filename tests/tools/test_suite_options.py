@@ -86,7 +86,7 @@ class Suite:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "tests").mkdir()
-        for name in ("__init__.py", "conftest.py", "backends.py", "recordings.py", "tally.py", "covering.py"):
+        for name in ("__init__.py", "conftest.py", "backends.py", "recordings.py", "tally.py"):
             shutil.copy(ROOT / "tests" / name, folder / "tests")
         shutil.copy(ROOT / "pyproject.toml", folder)
         with (folder / "tests" / "backends.py").open("a") as backends:

@@ -13,7 +13,6 @@ import torch
 
 from tests import recipes
 from tests.backends import devices
-from tests.covering import full
 from tests.recordings import tapes
 from tests.tolerances import DB, snr_db
 from tests.ways import MODULES, WAYS, Script, made, run
@@ -38,7 +37,7 @@ def cases() -> Iterator[Any]:
         ]
         brief = [both for both in taken if not chosen.often or name in chosen.often and both[0] in chosen.recipes]
         picked = brief[(zlib.crc32(way.encode()) + 7 * j) % len(brief)] if brief else None
-        for recipe, dtype in taken if full[0] else filter(None, [picked]):
+        for recipe, dtype in taken:
             rare = [pytest.mark.more] if "compiled" in way and j % 3 else []  # seconds each
             marks = rare if (recipe, dtype) == picked else [pytest.mark.full]
             case = (way, name, recipe, dtype, device)
