@@ -216,13 +216,14 @@ class Function(Named):
         return Where(home.runtime(device) if rt is None else rt, home, waits)
 
     def _groups(self, sizes: Any, rows: int, count: int, rt: Runtime) -> Groups:
-        """Of a list or of an integer array; one that lies on a GPU is read there, where the products can."""
+        """The groups that a list or an array of sizes says. An array on a GPU is not copied to the host here."""
         if not isinstance(sizes, (list, tuple)):
             t, kinds = read(self.__name__, _SIZES, sizes), (dtypes.int32, dtypes.int64)
             if t.device is rt.device is not CPU:
                 _check.vector(self.__name__, rt.device, _SIZES, t, count, kinds)
                 return Groups(None, offsets=group_offsets(rt, t, rows, rt.empty((count + 1,), dtypes.int32)))
-            sizes = rt.numpy(t).tolist() if t.device is rt.device and t.dtype in kinds and t.ndim == 1 else sizes
+            if t.device is rt.device and t.dtype in kinds and t.ndim == 1:
+                sizes = rt.numpy(t).tolist()
         right = isinstance(sizes, (list, tuple)) and len(sizes) == count
         if not right or not all(type(n) is int and n >= 0 for n in sizes) or sum(sizes) != rows:
             allowed = f"{count} integers from 0 on, which add up to {rows} rows"

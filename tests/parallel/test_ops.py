@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -46,7 +45,6 @@ def part(t: torch.Tensor, dim: int, rank: Rank) -> torch.Tensor:
 @by_ranks("pair")
 def test_a_linear_is_spread(rank: Rank, mode: str, sequence: bool, recipe: str | None) -> None:
     """The biases of a row-parallel one are summed over the ranks."""
-    gc.collect()  # ranks name modules apart from those that live: a chain of the case before is a cycle of references
     model = ops.Sequential(
         ops.Linear(
             WIDTH, 2 * WIDTH, tensor_parallel_mode=mode, tensor_parallel_group=dist.group.WORLD,
