@@ -165,8 +165,8 @@ def pytest_collection_finish() -> None:
 def _memory_goes_back() -> Iterator[None]:
     """Test processes share a GPU: memory that a file's tests no longer use is not kept for the next file.
 
-    What is left after a file (libraries, compiled programs) stays to the end, and the collector does not look through it
-    again: a tenth of the time of tests/torch.
+    What is left after a file (libraries, compiled programs) stays to the end. The garbage collector does not look
+    through it again, which saves a tenth of the time of tests/torch.
     """
     yield
     gc.collect()
