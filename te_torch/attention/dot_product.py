@@ -445,9 +445,9 @@ class DotProductAttention(BaseModule):
         return fp8_attention.attention_number_at_trace(number)
 
     def _facts(self) -> tuple[Any, ...]:
-        *static, context, rank = self._static
-        spread = () if context is None else (context.mode, context.size, context.inner, rank)
-        return *super()._facts(), *static, *spread, self._fork is None
+        """Attention over ranks is like no other: it has groups of its own."""
+        *static, context, _ = self._static
+        return *super()._facts(), *static, None if context is None else self._token, self._fork is None
 
     # --------------------------------------------------------------------------------------------- reports
 

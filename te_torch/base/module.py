@@ -359,8 +359,8 @@ class BaseModule(TensorParallel, CallingModule):
         return found
 
     def _facts(self) -> tuple[Any, ...]:
-        """An inspected module is like no other."""
-        return self.gemms, self._held, None if self.inspector is None else self._token
+        """An inspected module is like no other, and so is one whose weights are spread: each has a group of its own."""
+        return self.gemms, self._held, None if self.inspector is None and self.tp_size == 1 else self._token
 
     def quantizer_roles(self, gemm: int) -> tuple[Any, ...]:
         """The roles of a GEMM's input, weight, output gradient, output and input gradient, for a custom recipe."""

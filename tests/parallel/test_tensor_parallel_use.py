@@ -159,6 +159,28 @@ def test_compiled(rank: Rank) -> None:
     says(error_of(lambda: with_its_region(x)), "move the region out of the compiled function")
 
 
+@pytest.mark.parametrize("kind", ["Linear", "DotProductAttention"])
+@by_ranks("two")
+def test_a_spread_module_is_like_no_other(rank: Rank, kind: str) -> None:
+    """What is compiled for one module serves those that are alike. Here the first has a group that is gone."""
+    group = dist.new_group()
+    if kind == "Linear":
+        first, module = [
+            te.Linear(H, F, device=rank.device, **of)
+            for of in ({"parallel_mode": "row", "tp_group": group}, {"parallel_mode": "row"})
+        ]
+        given = [torch.randn(8, H, device=rank.device)]
+    else:
+        first, module = [te.DotProductAttention(2, 16, attn_mask_type="causal") for _ in range(2)]
+        for part, over in ((first, group), (module, dist.group.WORLD)):
+            part.set_context_parallel_group(over, list(range(rank.world)), None)
+        given = [torch.randn(8, 1, 2, 16, device=rank.device, requires_grad=True) for _ in range(3)]
+    dist.destroy_process_group(group)
+    torch._dynamo.reset()
+    found = torch.compile(module, backend="eager")(*given)
+    assert torch.equal(found, module(*given)), first
+
+
 @by_ranks("two")
 def test_the_report_says_what_travelled(rank: Rank) -> None:
     """Also where what travelled is multiplied after dequantizing, which is why a product is not as asked."""
