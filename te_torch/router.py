@@ -100,8 +100,11 @@ def fused_topk_with_score_function(
         bins = qb_histogram.shape[1]  # type: ignore[union-attr]
     scale = 1.0 if scaling_factor is None else float(scaling_factor)
     terms = integer(op, "topk", topk), score_function, bool(use_pre_softmax), num_groups or 0, group_topk or 0, scale
-    call = _call(op, experts, form, bins, torch.is_grad_enabled() and logits.requires_grad, *terms)
+    needs = torch.is_grad_enabled() and logits.requires_grad
+    call = _call(op, experts, form, bins, needs, *terms)
     probs, routing, *counted = apply(call, None, False, logits, expert_bias, qb_bin_bounds)
+    if needs and topk_indices is None:
+        routing = routing.clone()  # Megatron-core pads its map in place, and backward reads what was chosen
     if qb_histogram is not None:
         qb_histogram.add_(counted[0])
     return probs, routing if topk_indices is None else topk_indices.copy_(routing)

@@ -116,6 +116,7 @@ class GroupedLinear(BaseModule):
             )
         self._take_shape(in_features, out_features, parallel_mode)
         self.use_bias, self.return_bias = bias, return_bias
+        self.single_grouped_weight = self.single_grouped_bias = False
         self.save_original_input = bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._names, self._bias_names = (tuple(f"{kind}{i}" for i in range(num_gemms)) for kind in ("weight", "bias"))

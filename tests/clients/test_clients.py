@@ -64,6 +64,16 @@ def test_weights_of_a_llama(forks: Forks, device: str, tmp_path: Path) -> None:
     run(forks, "hugging_face_llama", "load", device, str(tmp_path))
 
 
+#: Of the configurations those that use what other tests with Megatron-core do not.
+FEW = " + ".join(
+    [
+        "dense", "op fuser", "experts", "router fusion", "router and permute fusion, delayed", "op fuser with experts",
+        "distributed optimizer, FP8 parameters blockwise", "tensor and sequence, op fuser delayed", "ranks of experts",
+        "ranks of experts, router and permute fusion",
+    ]
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("release", APART["megatron-core"])
@@ -73,6 +83,14 @@ def test_megatron_core(forks: Forks, release: str, model: str, device: str, tmp_
     for ranks in ("1", "2") if device == "cpu" else ("1",):  # the tests see one GPU
         for what in ("train", "load"):
             run(forks, "megatron_gpt", what, device, str(tmp_path), installed, model, ranks)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("rows", [FEW, pytest.param("all", marks=pytest.mark.full)], ids=["few", "all"])
+@pytest.mark.parametrize("release", APART["megatron-core"])
+def test_configurations_of_megatron_core(forks: Forks, release: str, rows: str, device: str, tmp_path: Path) -> None:
+    """What a user of Megatron-core may set. Guide 04 has the table."""
+    run(forks, "megatron_configurations", rows, device, str(tmp_path), str(folder_of("megatron-core", release)))
 
 
 IMPORTS = {
