@@ -17,6 +17,7 @@ from te_core.spelling import importing, unknown_name
 
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
+_CORE = "te_core.ops, on te_core tensors"
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
 
 _KEPT_BY_MODULES = "nothing: a module keeps its own scales, updated where its region ends and after its backward"
@@ -31,6 +32,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "load_framework_extension": "nothing: there is no extension to load",
         "newton_schulz": _MUON,
     },
+    "pytorch.cpp_extensions": dict.fromkeys(
+        ("general_grouped_gemm", "general_grouped_gemm_for_grouped_tensor", "layernorm_bwd"), _CORE
+    ),
+    "pytorch.cpp_extensions.gemm": dict.fromkeys(("get_cublas_workspace_size_bytes", "_unwrap_tensor"), _CORE),
     "pytorch.jit": {
         "dgelu_fused_": "torch.ops.aten.gelu_backward(grad, x, approximate='tanh')",
         "l2normalization_backward_fused": "autograd of l2normalization_fused",
@@ -121,11 +126,7 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "score_mod's helpers",
         "score_mod and torch_score_mod of te.DotProductAttention",
     ),
-    "pytorch.cpp_extensions": (
-        "fused_attn_bwd, fused_attn_fwd, general_gemm, general_grouped_gemm, general_grouped_gemm_for_grouped_tensor, "
-        "layernorm_bwd; FusedAttnBackend, META_*, QKVFormat, get_cublas_workspace_size_bytes",
-        "te_core.ops, on te_core tensors",
-    ),
+    "pytorch.cpp_extensions.fused_attn": ("fused_attn_bwd, fused_attn_fwd, FusedAttnBackend, META_*, QKVFormat", _CORE),
     "pytorch.custom_recipes.gemm": ("GEMMType, MMParams, custom_gemm", "te_core.ops.gemm"),
     "pytorch.custom_recipes.reference_current_scaling": (
         "CurrentScalingQuantizerRef, CurrentScalingTensorRef, current_scaling_ref_factory",

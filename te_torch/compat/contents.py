@@ -14,6 +14,7 @@ import te_core
 import te_torch
 from te_torch import availability as _availability
 from te_torch import constants as _constants
+from te_torch import cpp_extensions as _cpp_extensions
 from te_torch import ops as _ops
 from te_torch import optimizers as _optimizers
 from te_torch import recipe as _recipe
@@ -215,6 +216,7 @@ DEFINED: dict[str, dict[str, Any]] = {
         f"pytorch.tensor.storage.{name}_tensor_storage": _defined(module, "Storage")
         for name, module in _FORMATS.items()
     },
+    "pytorch.cpp_extensions.gemm": _of(_cpp_extensions, _cpp_extensions.__all__),
     "pytorch.router": _of(_router, _router.__all__),
     "pytorch.tensor.utils": _defined(_tensor_utils),
     "pytorch.torch_version": _of(_utils, ("torch_version",)),
@@ -241,6 +243,7 @@ GATHERED: dict[str, dict[str, Any]] = {
     | _of(_rope, _ROPE)
     | {"_get_qkv_layout": _attention_utils.get_qkv_layout},
     "pytorch.attention.dot_product_attention": _DOT_PRODUCT,
+    "pytorch.cpp_extensions": _of(_cpp_extensions, _cpp_extensions.__all__),
     "pytorch.cpu_offload_v1": _of(te_torch, ("get_cpu_offload_context",)),  # NVTE_CPU_OFFLOAD_V1=1's
     "pytorch.custom_recipes": {},
     "pytorch.float8_tensor": _of(te_torch, ("Float8Tensor",)),
