@@ -41,6 +41,7 @@ from te_torch.parallel.overlap import UserBufferQuantizationMode, destroy_ub, in
 from te_torch.tensors import *  # noqa: F403  the quantized tensor classes and their quantizers
 from te_torch.tensors import __all__ as _tensors
 from te_torch.tools.convert import convert
+from te_torch.tools.expert_report import expert_report
 from te_torch.tools.foreign_norms import register_norm
 from te_torch.tools.memory_report import measure_saved, memory_report
 from te_torch.tools.precision_report import precision_report
@@ -68,8 +69,8 @@ __all__ = [
     "CudaRNGStatesTracker", "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams",
     "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "ManualOffloadSynchronizer", "MoELayer",
     "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "UserBufferQuantizationMode",
-    "autocast", "checkpoint", "constants", "convert", "deinterleave_glu_tensor", "destroy_ub", "fp8_autocast",
-    "fp8_model_init", "get_cpu_offload_context", "get_cudnn_version", "get_default_recipe",
+    "autocast", "checkpoint", "constants", "convert", "deinterleave_glu_tensor", "destroy_ub", "expert_report",
+    "fp8_autocast", "fp8_model_init", "get_cpu_offload_context", "get_cudnn_version", "get_default_recipe",
     "get_device_compute_capability", "initialize_ub", "interleave_glu_tensor", "is_bf16_available",
     "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
     "linear_cross_entropy", "make_graphed_callables", "mark_not_offload", "measure_saved", "memory_report",

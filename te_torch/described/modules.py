@@ -89,7 +89,8 @@ MoELayer.output_layer_init_method: `init_method` of the last weights, which writ
     normal(0, 0.023).
 MoELayer.activation: Function between the two products of an expert, as of LayerNormMLP.
 MoELayer.num_groups: Number of groups of experts, side by side, with `group_topk`. None has no groups.
-update_expert_bias.group: Process group whose ranks have other tokens of the same experts. None is this rank alone.
+MoELayer.update_expert_bias.group: Process group whose ranks have other tokens of the same experts. None is this
+    rank alone.
 seq_length: Accepted for programs of older trainers; changes nothing, as kernels need no warm-up of their own.
 micro_batch_size: Accepted like `seq_length`; changes nothing.
 inp: Input; its last dimension is the features, and leading dimensions count as one.

@@ -222,7 +222,7 @@ class MoELayer(Shardable):
         }
         first, last = init_method or normal_init, output_layer_init_method or normal_init
         fork = fork_of(get_rng_state_tracker, None)
-        self.router = Router(hidden_size, num_experts, expert_bias, first, fork, *place.values())
+        self.router: Any = Router(hidden_size, num_experts, expert_bias, first, fork, *place.values())
         options = place | {
             "bias": bias,
             "get_rng_state_tracker": get_rng_state_tracker,
@@ -245,6 +245,7 @@ class MoELayer(Shardable):
             self.shared_gate = torch.nn.Linear(
                 hidden_size, 1, bias=False, dtype=place["params_dtype"], device=place["device"]
             )
+        self._bias_name = "expert_bias"  # in the router
         self._notes: RouterNotes | None = None
         self._load: torch.Tensor | None = None  # of each expert since the bias was last updated
         if expert_bias:
@@ -257,6 +258,14 @@ class MoELayer(Shardable):
         if self._load is not None and self._load.device != device:
             self._load = torch.zeros_like(self._load, device=device)
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """As every module's; weights of all experts may come in one tensor, `fc1.weight` and `fc2.weight`."""
+        for part in ("fc1", "fc2"):
+            whole = state_dict.pop(f"{prefix}{part}.weight", None)
+            if whole is not None:
+                state_dict.update({f"{prefix}{part}.weight{i}": weight for i, weight in enumerate(whole)})
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """out [*, hidden_size], or (out, auxiliary loss) with `return_aux_loss`; in evaluation the loss is 0."""
@@ -280,11 +289,13 @@ class MoELayer(Shardable):
         return y, logits.new_zeros(()) if loss is None else loss
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of our router, or of another library's, which gives them first (te_torch/tools/foreign_experts.py)."""
         found = self.router(tokens)
-        return found[0] if isinstance(found, tuple) else found  # of another library's router, the first it returns
+        return found[0].float() if isinstance(found, tuple) else found
 
     def _expert_bias(self) -> torch.Tensor | None:
-        return self.router.expert_bias
+        bias = getattr(self.router, self._bias_name, None)
+        return bias if bias is None or bias.dtype == torch.float32 else bias.float()
 
     def _shared(self, tokens: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         """What all tokens get."""
@@ -315,14 +326,14 @@ class MoELayer(Shardable):
         had more, and begin to count anew. To be called behind the optimizer's step; `group` are the ranks that have
         other tokens of the same experts.
         """
-        bias, load = self._expert_bias(), self._load
+        bias, load = getattr(self.router, self._bias_name, None), self._load
         if bias is None or load is None:
             allowed = "a layer with expert_bias=True"
             raise ArgumentError("MoELayer.update_expert_bias", "a layer without a bias", allowed, "make it with one")
         if group is not None:
             torch.distributed.all_reduce(load, group=group)
         tokens = load.double()
-        bias.add_((tokens.mean() - tokens).sign().float(), alpha=self.expert_bias_rate)
+        bias.add_((tokens.mean() - tokens).sign().to(bias.dtype), alpha=self.expert_bias_rate)
         load.zero_()
 
     def extra_repr(self) -> str:

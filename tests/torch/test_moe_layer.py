@@ -210,7 +210,7 @@ def test_compiled(case: str, device: str) -> None:
 
 
 @on_devices
-def test_the_bias_follows_the_loads(device: str) -> None:
+def test_the_bias_follows_loads_of_checkpointed_calls(device: str) -> None:
     """Experts with fewer tokens than the mean get more, once for each call; a run again in backward counts nothing."""
     of = layer(device, score_function="sigmoid", expert_bias=True, expert_bias_rate=0.25)
     bias = of.router.expert_bias.clone()
