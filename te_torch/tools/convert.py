@@ -6,6 +6,9 @@ norm, linear, activation, linear, becomes `LayerNormLinear` or `LayerNormMLP`; n
 go on working. A layer is swapped only if the new one computes the same formula; anything attached to it that would be
 lost keeps it.
 
+Blocks of experts of Hugging Face's models become `MoELayer` (te_torch/tools/foreign_experts.py), whose parameters are
+new ones in the old memory: make the optimizer afterwards.
+
 Inside `quantized_model_init` the weights of matrix products become quantized tensors, which are new parameters: make
 the optimizer afterwards. Weights that are tied to one another stay tied; one that a layer shares with something that
 is not converted (an embedding) stays as it is.
@@ -41,7 +44,9 @@ from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.runtime import FLOATS
+from te_torch.tools.foreign_experts import ForeignExperts, as_moe_layer, known_experts, new_keys
 from te_torch.tools.foreign_norms import ForeignNorm, difference, looks_like_a_norm, registered
+from te_torch.training.moe_layer import MoELayer
 from te_torch.values import check_flags
 
 Filter = Callable[[str, nn.Module], bool]
@@ -191,6 +196,7 @@ class _Swap:
     options: dict[str, Any]
     parameters: dict[str, tuple[str, nn.Parameter]]
     products: tuple[tuple[int, int], ...] = ()  # (out, in) of each weight
+    experts: ForeignExperts | None = None  # of a block of these
 
     def weights(self) -> list[nn.Parameter]:
         """The weights of its products."""
@@ -228,6 +234,10 @@ class _Swaps:
                 self.visit(child, f"{name}.")
                 continue
             renamed = {old: new for new, (old, _) in swap.parameters.items() if old != new}
+            if swap.experts is not None:
+                renamed = new_keys(swap.experts)
+                if swap.experts.shared:
+                    self.visit(child._modules[swap.experts.shared], f"{name}.{swap.experts.shared}.")  # type: ignore[arg-type]
             self.keys.update({f"{name}.{old}": f"{name}.{new}" for old, new in renamed.items()})
 
     def hold(self, model: nn.Module) -> dict[int, nn.Parameter | None]:
@@ -287,6 +297,8 @@ def _was(module: nn.Module) -> str:
 
 def _build(swap: _Swap, old: nn.Module, name: str) -> nn.Module:
     """The new module around the old one's parameters; nothing is allocated for it."""
+    if swap.experts is not None:
+        return as_moe_layer(old, swap.experts, name)
     some = next(p for _, p in swap.parameters.values())
     norm = swap.kind in _NORMS.values()
     options = {"dtype": some.dtype} if norm else {"params_dtype": some.dtype, "name": name}
@@ -305,6 +317,9 @@ def _build(swap: _Swap, old: nn.Module, name: str) -> nn.Module:
 
 def _quantize(module: nn.Module, held: dict[int, nn.Parameter | None]) -> None:
     """Hold the weights of `held` quantized, as quantized_model_init says; weights that are one stay one."""
+    if isinstance(module, MoELayer):
+        for part in (module.fc1, module.fc2):
+            _quantize(part, dict.fromkeys(map(id, part.parameters())) if initialising() else {})
     if not isinstance(module, BaseModule):
         return
     for gemm, name in enumerate(module._weight_names()):
@@ -350,6 +365,9 @@ def _found(module: nn.Module) -> _Swap | str | None:
     """What the module can become, why it cannot, or None if it is none of the kinds that are converted."""
     if type(module) is nn.Sequential:
         return _fused(module)
+    experts = known_experts(module)
+    if experts is not None:
+        return _experts(module, experts)
     how = registered(type(module))
     if how is not None:
         return _foreign(module, how)
@@ -362,6 +380,17 @@ def _found(module: nn.Module) -> _Swap | str | None:
         return f"a subclass of nn.{base.__name__}, whose forward may differ"
     unfit = _attached(module) or _parameters_unfit(module)
     return unfit or (_linear(module) if isinstance(module, nn.Linear) else _norm(module))
+
+
+def _experts(block: nn.Module, known: ForeignExperts | str) -> _Swap | str:
+    """A block of experts of another library."""
+    if isinstance(known, str):
+        return known
+    parts: list[Any] = [block, known.experts]
+    unfit = next(filter(None, map(_attached, parts)), "")
+    unfit = unfit or _mixed([p for part in parts[1:] for p in part.parameters()])
+    width, ffn = known.options["hidden_size"], known.options["ffn_hidden_size"]
+    return unfit or _Swap(MoELayer, known.options, {}, ((2 * ffn, width), (width, ffn)), known)
 
 
 def _attached(module: nn.Module) -> str:
