@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from te_torch.runtime import FLOATS
@@ -97,8 +96,6 @@ def as_moe_layer(block: Any, known: ForeignExperts, name: str) -> MoELayer:
         layer.shared_experts = getattr(block, known.shared)
     if known.shared_gate:
         layer.shared_gate = getattr(block, known.shared_gate)
-    if layer._load is not None:
-        layer._load = torch.zeros(layer.num_experts, dtype=torch.int64, device=some.device)
     layer.train(block.training)
     return layer
 

@@ -23,6 +23,7 @@ from te_torch.base.options import check_options
 from te_torch.base.sharding import MarkedModule, Shardable
 from te_torch.calls import made_of_constants
 from te_torch.doors import door
+from te_torch.export.mode import exporting, not_exported
 from te_torch.forks import Fork, fork_of
 from te_torch.function import Call, apply, of_table, register
 from te_torch.module_names import next_name, shown
@@ -49,7 +50,7 @@ def _activated(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class Router(MarkedModule):
-    """Logits of experts, float32 [tokens, experts]: of rounded ones other experts would be the best.
+    """Logits of experts, or of the gate of shared ones, float32: of rounded ones other experts would be the best.
 
     `expert_bias` float32 [experts], where there is one, is added to what experts are chosen by, and to no gate.
     """
@@ -242,22 +243,11 @@ class MoELayer(Shardable):
             widths = (hidden_size, shared_ffn_hidden_size), (first, last)
             self.shared_experts = SharedExperts(*widths, activation, f"{self.name}.shared_experts", options)
         if shared_gate:
-            self.shared_gate = torch.nn.Linear(
-                hidden_size, 1, bias=False, dtype=place["params_dtype"], device=place["device"]
-            )
+            self.shared_gate = Router(hidden_size, 1, False, first, fork, *place.values())
         self._bias_name = "expert_bias"  # in the router
         self._notes: RouterNotes | None = None
-        self._load: torch.Tensor | None = None  # of each expert since the bias was last updated
-        if expert_bias:
-            self._load = torch.zeros(num_experts, dtype=torch.int64, device=place["device"])
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As every module's."""
-        super()._apply(fn, recurse)
-        device = self.router.weight.device
-        if self._load is not None and self._load.device != device:
-            self._load = torch.zeros_like(self._load, device=device)
-        return self
+        #: Of each expert since the bias was last updated. No buffer: DistributedDataParallel copies these over ranks.
+        self._load = torch.zeros(num_experts, dtype=torch.int64, device=place["device"])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """As every module's; weights of all experts may come in one tensor, `fc1.weight` and `fc2.weight`."""
@@ -270,6 +260,9 @@ class MoELayer(Shardable):
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """out [*, hidden_size], or (out, auxiliary loss) with `return_aux_loss`; in evaluation the loss is 0."""
         check_input("MoELayer.forward", inp, self.hidden_size)
+        if exporting.on:
+            do = "write the experts in layers of torch.nn for the export"
+            raise not_exported("a MoELayer", "layers whose rows a file can know", do)
         tokens = amp_cast(inp).reshape(-1, self.hidden_size)
         logits = self._logits(tokens)
         probs, routing, counts = routed("MoELayer", logits, self._expert_bias(), self._terms)
@@ -301,7 +294,7 @@ class MoELayer(Shardable):
         """What all tokens get."""
         part: Any = self.shared_experts
         y = part(tokens, is_first_microbatch) if isinstance(part, SharedExperts) else part(tokens)
-        return y if self.shared_gate is None else y * torch.sigmoid(self.shared_gate(tokens))
+        return y if self.shared_gate is None else y * torch.sigmoid(self.shared_gate(tokens)).to(y.dtype)
 
     def _aux_loss(self, logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
         """The auxiliary loss of these tokens; None where there is none."""
@@ -315,7 +308,9 @@ class MoELayer(Shardable):
         """Note loads, once for each forward: a checkpoint runs the same one again in backward."""
         if _runs_again():
             return
-        if self.training and self._load is not None:
+        if self.training and self._expert_bias() is not None:
+            if self._load.device != counts.device:
+                self._load = torch.zeros_like(self._load, device=counts.device)
             self._load.add_(counts)
         if self._notes is not None:
             self._notes.add(counts, logits, self.topk, self.score_function)
@@ -327,7 +322,7 @@ class MoELayer(Shardable):
         other tokens of the same experts.
         """
         bias, load = getattr(self.router, self._bias_name, None), self._load
-        if bias is None or load is None:
+        if bias is None:
             allowed = "a layer with expert_bias=True"
             raise ArgumentError("MoELayer.update_expert_bias", "a layer without a bias", allowed, "make it with one")
         if group is not None:

@@ -234,15 +234,14 @@ def test_the_bias_follows_loads_of_checkpointed_calls(device: str) -> None:
 @pytest.mark.parametrize("recipe", [None, "delayed"])
 def test_a_checkpoint_goes_on(recipe: str | None, device: str) -> None:
     """A state dict through a file: the next step has the same bits."""
-    of = layer(device, score_function="sigmoid", expert_bias=True, shared_ffn_hidden_size=16)
+    options = {"score_function": "sigmoid", "expert_bias": True, "shared_ffn_hidden_size": 16, "shared_gate": True}
+    of = layer(device, **options)
     x = values(64, HIDDEN, device=device)
     with recipes.region(recipe):
         of(x).sum().backward()
     file = io.BytesIO()
     torch.save(of.state_dict(), file)
-    other = te.MoELayer(
-        HIDDEN, FFN, EXPERTS, TOP, score_function="sigmoid", expert_bias=True, shared_ffn_hidden_size=16, device="meta"
-    )
+    other = te.MoELayer(HIDDEN, FFN, EXPERTS, TOP, **options, device="meta")
     for part in other.modules():
         if part is not other and hasattr(part, "reset_parameters"):
             part.reset_parameters()
@@ -251,6 +250,7 @@ def test_a_checkpoint_goes_on(recipe: str | None, device: str) -> None:
     other.load_state_dict(torch.load(file, weights_only=False))
     with recipes.region(recipe):
         assert torch.equal(of(x), other(x))
+    assert other._load.sum() == 64 * TOP
 
 
 @on_devices
