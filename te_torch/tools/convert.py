@@ -23,7 +23,7 @@ autocast dtype, and `reset_parameters()` draws from their own distributions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,7 +75,7 @@ class ConversionReport:
     """What `convert` did (or, with `dry_run`, would do). Prints as a table, equal layers in one row.
 
     `keys` maps each state_dict entry whose name changed to its new name: `{report.keys.get(k, k): v ...}` lets a
-    converted model load a checkpoint from before.
+    converted model load a checkpoint from before. `as_before(te.plain_state_dict(model))` is the way back.
     """
 
     rows: list[Conversion] = field(default_factory=list)
@@ -83,6 +83,22 @@ class ConversionReport:
     recipe: str = ""  # what the recipe means here, in words
     dry_run: bool = False
     already: int = 0  # layers of te_torch's that were there before
+
+    def as_before(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A converted model's entries by the names from before, weights of experts in one tensor.
+
+        Args:
+            state_dict: What `plain_state_dict` gave of the model.
+        """
+        old = {new: name for name, new in self.keys.items()}
+        found: dict[str, Any] = {}
+        for name, value in state_dict.items():
+            whole = name.rstrip("0123456789")
+            if name not in old and whole in old:
+                found.setdefault(old[whole], []).append(value)
+            else:
+                found[old.get(name, name)] = value
+        return {name: torch.stack(value) if isinstance(value, list) else value for name, value in found.items()}
 
     @property
     def converted(self) -> list[Conversion]:

@@ -72,6 +72,9 @@ for name, config in CONFIGS.items():
     for a, b in zip(*map(gradients, blocks), strict=True):
         assert snr_db(b, a) > DB["fp32"] - 15, (name, a.shape)
     ours.load_state_dict({report.keys.get(key, key): 2 * value for key, value in theirs.state_dict().items()})
+    back = copy.deepcopy(theirs)
+    back.load_state_dict(report.as_before(te.plain_state_dict(ours)))
+    assert all(torch.equal(a, 2 * b) for a, b in zip(back.parameters(), theirs.parameters(), strict=True)), name
     assert torch.equal(ours.model.layers[1].mlp.fc1.weight3, 2 * theirs.model.layers[1].mlp.experts.gate_up_proj[3])
 
     # In bfloat16 no further from float32 than twice what theirs is.
