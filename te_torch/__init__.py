@@ -41,6 +41,7 @@ from te_torch.parallel.overlap import UserBufferQuantizationMode, destroy_ub, in
 from te_torch.tensors import *  # noqa: F403  the quantized tensor classes and their quantizers
 from te_torch.tensors import __all__ as _tensors
 from te_torch.tools.convert import convert
+from te_torch.tools.expert_report import expert_report
 from te_torch.tools.foreign_norms import register_norm
 from te_torch.tools.memory_report import measure_saved, memory_report
 from te_torch.tools.precision_report import precision_report
@@ -56,6 +57,7 @@ from te_torch.training.moe import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from te_torch.training.moe_layer import MoELayer
 from te_torch.training.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from te_torch.training.rng import CudaRNGStatesTracker
 from te_torch.transformer.layer import TransformerLayer
@@ -65,16 +67,17 @@ from te_torch.utils import torch_version as torch_version
 
 __all__ = [
     "CudaRNGStatesTracker", "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams",
-    "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "ManualOffloadSynchronizer", "MultiheadAttention",
-    "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "UserBufferQuantizationMode", "autocast",
-    "checkpoint", "constants", "convert", "deinterleave_glu_tensor", "destroy_ub", "fp8_autocast", "fp8_model_init",
-    "get_cpu_offload_context", "get_cudnn_version", "get_default_recipe", "get_device_compute_capability",
-    "initialize_ub", "interleave_glu_tensor", "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available", "linear_cross_entropy", "make_graphed_callables", "mark_not_offload",
-    "measure_saved", "memory_report", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
-    "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report",
-    "onnx_export", "optimizers", "parallel_cross_entropy", "plain_state_dict", "precision_report", "prepare_state",
-    "quantized_model_init", "register_norm", "router", *_context, *_tensors,
+    "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "ManualOffloadSynchronizer", "MoELayer",
+    "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "UserBufferQuantizationMode",
+    "autocast", "checkpoint", "constants", "convert", "deinterleave_glu_tensor", "destroy_ub", "expert_report",
+    "fp8_autocast", "fp8_model_init", "get_cpu_offload_context", "get_cudnn_version", "get_default_recipe",
+    "get_device_compute_capability", "initialize_ub", "interleave_glu_tensor", "is_bf16_available",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
+    "linear_cross_entropy", "make_graphed_callables", "mark_not_offload", "measure_saved", "memory_report",
+    "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report", "onnx_export", "optimizers",
+    "parallel_cross_entropy", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init",
+    "register_norm", "router", *_context, *_tensors,
 ]  # fmt: skip
 
 describe_tensors(globals()[name] for name in _tensors)

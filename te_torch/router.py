@@ -98,10 +98,9 @@ def fused_topk_with_score_function(
     if any([t is not None for t in (qb_histogram, qb_bin_bounds, qb_histogram_mode)]):
         _check_histogram(op, experts, qb_histogram, qb_bin_bounds, qb_histogram_mode)
         bins = qb_histogram.shape[1]  # type: ignore[union-attr]
-    scale = 1.0 if scaling_factor is None else float(scaling_factor)
-    terms = integer(op, "topk", topk), score_function, bool(use_pre_softmax), num_groups or 0, group_topk or 0, scale
+    terms = terms_of(op, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function)
     needs = torch.is_grad_enabled() and logits.requires_grad
-    call = _call(op, experts, form, bins, needs, *terms)
+    call = _call(op, experts, form, bins, False, needs, *terms)
     probs, routing, *counted = apply(call, None, False, logits, expert_bias, qb_bin_bounds)
     if needs and topk_indices is None:
         routing = routing.clone()  # Megatron-core pads its map in place, and backward reads what was chosen
@@ -123,9 +122,8 @@ def fused_compute_score_for_moe_aux_loss(
     op = "fused_compute_score_for_moe_aux_loss"
     experts, form = _experts(op, logits), _format(op, routing_map_format)
     wanted = torch.is_grad_enabled() and logits.requires_grad
-    scores, routing = apply(
-        _call(op, experts, form, 0, wanted, integer(op, "topk", topk), score_function), None, False, logits
-    )
+    call = _call(op, experts, form, 0, False, wanted, integer(op, "topk", topk), score_function)
+    scores, routing = apply(call, None, False, logits)
     return routing, scores
 
 
@@ -163,8 +161,16 @@ def fused_moe_aux_loss(
     return loss.reshape(())
 
 
-@made_of_constants
-def _call(op: str, experts: int, form: str, bins: int, needs: bool, topk: int, score: str, *more: Any) -> Call:
+def terms_of(
+    op: str, topk: int, pre: bool, groups: int | None, group_topk: int | None, scale: float | None, score: str
+) -> tuple[Any, ...]:
+    """How experts are chosen, in constants; the arguments of `RouterTerms`."""
+    factor = 1.0 if scale is None else float(scale)
+    return integer(op, "topk", topk), score, bool(pre), groups or 0, group_topk or 0, factor
+
+
+def check_terms(op: str, experts: int, topk: int, score: str, *more: Any) -> RouterTerms:
+    """The terms, once it is clear that they fit so many experts."""
     if score not in SCORES:
         raise choice_error(op, "score_function", score, SCORES, error=RouterError)
     terms = RouterTerms(topk, score, *more)
@@ -172,7 +178,23 @@ def _call(op: str, experts: int, form: str, bins: int, needs: bool, topk: int, s
         terms.check(op, experts)
     except ArgumentError as error:
         raise RouterError(op, error.got, error.allowed, error.do) from error
-    return register(ROUTER if more else SCORED, core.RouterSpec(terms, form, bins=bins), needs)
+    return terms
+
+
+def routed(
+    op: str, logits: torch.Tensor, bias: torch.Tensor | None, terms: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(probabilities, map, tokens of each expert int32), from one launch; `terms` as `terms_of` gives them."""
+    wanted = torch.is_grad_enabled() and logits.requires_grad
+    call = _call(op, logits.shape[-1], "bytemap", 0, True, wanted, *terms)
+    probs, routing, counts = apply(call, None, False, logits, bias, None)
+    return probs, routing, counts
+
+
+@made_of_constants
+def _call(op: str, experts: int, form: str, bins: int, counts: bool, needs: bool, *terms: Any) -> Call:
+    made = check_terms(op, experts, *terms)
+    return register(ROUTER if len(terms) > 2 else SCORED, core.RouterSpec(made, form, counts, bins), needs)
 
 
 @made_of_constants

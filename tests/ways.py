@@ -87,6 +87,19 @@ MODULES: dict[str, Row] = {
     ),
     "LayerNormMLP fused": Row(partial(te.LayerNormMLP, HIDDEN, FFN, fuse_wgrad_accumulation=True), fused=True),
     "GroupedLinear": Row(partial(te.GroupedLinear, 3, HIDDEN, FFN), ((TOKENS, HIDDEN),), {"m_splits": [8, 0, 8]}),
+    "MoELayer": Row(
+        partial(
+            te.MoELayer,
+            HIDDEN,
+            FFN,
+            4,
+            2,
+            score_function="sigmoid",
+            expert_bias=True,
+            aux_loss_coeff=0.1,
+            shared_ffn_hidden_size=FFN,
+        )
+    ),
     "LayerNorm": Row(partial(te.LayerNorm, HIDDEN), microbatches=False),
     "RMSNorm": Row(partial(te.RMSNorm, HIDDEN), microbatches=False),
     "DotProductAttention": Row(

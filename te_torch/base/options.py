@@ -103,11 +103,13 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("max_batch_size", "max_sequence_length"), _SIZE),
     **dict.fromkeys(
         ("num_gqa_groups", "kv_channels", "layer_number", "align_size", "tp_size", "num_heads_kv", "head_dim_k",
-         "head_dim_v", "total_num_pages", "page_size", "max_ctx_len"),
+         "head_dim_v", "total_num_pages", "page_size", "max_ctx_len", "shared_ffn_hidden_size"),
         _or_none(_SIZE),
     ),
     **dict.fromkeys(("layernorm_epsilon", "qk_norm_eps"), _rule_of(OPTIONS["eps"])),
     "dim": _SIZE,
+    **{name: _or_none(_rule_of(OPTIONS[name])) for name in ("num_groups", "group_topk", "scaling_factor")},
+    **dict.fromkeys(("expert_bias_rate", "aux_loss_coeff"), _Rule(lambda n: is_number(n) and n >= 0, "a number >= 0")),
     "rotary_percent": _Rule(lambda value: is_number(value) and 0 < value <= 1, "a share: above 0, at most 1"),
     "rotary_base": _ABOVE,
     "seq_len_interpolation_factor": _or_none(_ABOVE),
@@ -118,7 +120,7 @@ _RULES: dict[str, _Rule] = {
          "input_layernorm", "output_layernorm", "parallel_attention_mlp", "apply_residual_connection_post_layernorm",
          "fuse_qkv_params", "qk_norm_before_rope", "return_max_logit", "save_original_input", "single_grouped_weight",
          "single_grouped_bias", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad",
-         "ub_bulk_wgrad", "ub_tp_comm_overlap"),
+         "ub_bulk_wgrad", "ub_tp_comm_overlap", "expert_bias", "return_aux_loss", "shared_gate"),
         _FLAG,
     ),
     **dict.fromkeys(
@@ -161,7 +163,7 @@ _OF: dict[tuple[str, str], _Rule] = {
 #: Whose arguments are checked by these rules.
 _CONSTRUCTORS = frozenset(
     (*NORMS, "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams", "LayerNormLinear",
-     "LayerNormMLP", "Linear", "MultiheadAttention", "RotaryPositionEmbedding", "TransformerLayer")
+     "LayerNormMLP", "Linear", "MoELayer", "MultiheadAttention", "RotaryPositionEmbedding", "TransformerLayer")
 )  # fmt: skip
 #: Rules that say nothing which a description of the argument does not.
 _PLAIN = ("True or False", "a callable", "a string", "a device", "float32")

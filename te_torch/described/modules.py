@@ -73,6 +73,24 @@ single_grouped_weight: True warns and changes nothing: there is a parameter for 
 single_grouped_bias: The same of the biases.
 use_grouped_tensor: True warns and changes nothing. None is what NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM
     says.
+MoELayer.bias: Whether the products of experts have additive biases, which begin at 0.
+MoELayer.ffn_hidden_size: Size between the two products of an expert; a gated activation reads twice as many columns.
+MoELayer.expert_bias: Whether each expert has an addend of the scores by which experts are chosen, which
+    `update_expert_bias()` moves towards even loads. It gets no gradient. Not with softmax.
+expert_bias_rate: What `update_expert_bias()` adds or subtracts.
+aux_loss_coeff: Factor of the auxiliary loss, which keeps experts in use; 0 has none.
+return_aux_loss: Whether forward returns the auxiliary loss beside the output, for a caller that adds it to another.
+    Otherwise its gradients are added without that.
+shared_ffn_hidden_size: `ffn_hidden_size` of an expert that all tokens go to, whose result is added. None has none.
+shared_gate: Whether that result is multiplied by a sigmoid of a projection of the token.
+MoELayer.init_method: Function that fills the first weights and the router's in place, `init_method(weight)`. None is
+    normal(0, 0.023).
+MoELayer.output_layer_init_method: `init_method` of the last weights, which write to the residual stream. None is
+    normal(0, 0.023).
+MoELayer.activation: Function between the two products of an expert, as of LayerNormMLP.
+MoELayer.num_groups: Number of groups of experts, side by side, with `group_topk`. None has no groups.
+MoELayer.update_expert_bias.group: Process group whose ranks have other tokens of the same experts. None is this
+    rank alone.
 seq_length: Accepted for programs of older trainers; changes nothing, as kernels need no warm-up of their own.
 micro_batch_size: Accepted like `seq_length`; changes nothing.
 inp: Input; its last dimension is the features, and leading dimensions count as one.

@@ -6,6 +6,9 @@ norm, linear, activation, linear, becomes `LayerNormLinear` or `LayerNormMLP`; n
 go on working. A layer is swapped only if the new one computes the same formula; anything attached to it that would be
 lost keeps it.
 
+Blocks of experts of Hugging Face's models become `MoELayer` (te_torch/tools/foreign_experts.py), whose parameters are
+new ones in the old memory: make the optimizer afterwards.
+
 Inside `quantized_model_init` the weights of matrix products become quantized tensors, which are new parameters: make
 the optimizer afterwards. Weights that are tied to one another stay tied; one that a layer shares with something that
 is not converted (an embedding) stays as it is.
@@ -20,7 +23,7 @@ autocast dtype, and `reset_parameters()` draws from their own distributions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +44,9 @@ from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.runtime import FLOATS
+from te_torch.tools.foreign_experts import ForeignExperts, as_moe_layer, known_experts, new_keys
 from te_torch.tools.foreign_norms import ForeignNorm, difference, looks_like_a_norm, registered
+from te_torch.training.moe_layer import MoELayer
 from te_torch.values import check_flags
 
 Filter = Callable[[str, nn.Module], bool]
@@ -70,7 +75,7 @@ class ConversionReport:
     """What `convert` did (or, with `dry_run`, would do). Prints as a table, equal layers in one row.
 
     `keys` maps each state_dict entry whose name changed to its new name: `{report.keys.get(k, k): v ...}` lets a
-    converted model load a checkpoint from before.
+    converted model load a checkpoint from before. `as_before(te.plain_state_dict(model))` is the way back.
     """
 
     rows: list[Conversion] = field(default_factory=list)
@@ -78,6 +83,22 @@ class ConversionReport:
     recipe: str = ""  # what the recipe means here, in words
     dry_run: bool = False
     already: int = 0  # layers of te_torch's that were there before
+
+    def as_before(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A converted model's entries by the names from before, weights of experts in one tensor.
+
+        Args:
+            state_dict: What `plain_state_dict` gave of the model.
+        """
+        old = {new: name for name, new in self.keys.items()}
+        found: dict[str, Any] = {}
+        for name, value in state_dict.items():
+            whole = name.rstrip("0123456789")
+            if name not in old and whole in old:
+                found.setdefault(old[whole], []).append(value)
+            else:
+                found[old.get(name, name)] = value
+        return {name: torch.stack(value) if isinstance(value, list) else value for name, value in found.items()}
 
     @property
     def converted(self) -> list[Conversion]:
@@ -191,6 +212,7 @@ class _Swap:
     options: dict[str, Any]
     parameters: dict[str, tuple[str, nn.Parameter]]
     products: tuple[tuple[int, int], ...] = ()  # (out, in) of each weight
+    experts: ForeignExperts | None = None  # of a block of these
 
     def weights(self) -> list[nn.Parameter]:
         """The weights of its products."""
@@ -228,6 +250,10 @@ class _Swaps:
                 self.visit(child, f"{name}.")
                 continue
             renamed = {old: new for new, (old, _) in swap.parameters.items() if old != new}
+            if swap.experts is not None:
+                renamed = new_keys(swap.experts)
+                if swap.experts.shared:
+                    self.visit(child._modules[swap.experts.shared], f"{name}.{swap.experts.shared}.")  # type: ignore[arg-type]
             self.keys.update({f"{name}.{old}": f"{name}.{new}" for old, new in renamed.items()})
 
     def hold(self, model: nn.Module) -> dict[int, nn.Parameter | None]:
@@ -287,6 +313,8 @@ def _was(module: nn.Module) -> str:
 
 def _build(swap: _Swap, old: nn.Module, name: str) -> nn.Module:
     """The new module around the old one's parameters; nothing is allocated for it."""
+    if swap.experts is not None:
+        return as_moe_layer(old, swap.experts, name)
     some = next(p for _, p in swap.parameters.values())
     norm = swap.kind in _NORMS.values()
     options = {"dtype": some.dtype} if norm else {"params_dtype": some.dtype, "name": name}
@@ -305,6 +333,9 @@ def _build(swap: _Swap, old: nn.Module, name: str) -> nn.Module:
 
 def _quantize(module: nn.Module, held: dict[int, nn.Parameter | None]) -> None:
     """Hold the weights of `held` quantized, as quantized_model_init says; weights that are one stay one."""
+    if isinstance(module, MoELayer):
+        for part in (module.fc1, module.fc2):
+            _quantize(part, dict.fromkeys(map(id, part.parameters())) if initialising() else {})
     if not isinstance(module, BaseModule):
         return
     for gemm, name in enumerate(module._weight_names()):
@@ -350,6 +381,9 @@ def _found(module: nn.Module) -> _Swap | str | None:
     """What the module can become, why it cannot, or None if it is none of the kinds that are converted."""
     if type(module) is nn.Sequential:
         return _fused(module)
+    experts = known_experts(module)
+    if experts is not None:
+        return _experts(module, experts)
     how = registered(type(module))
     if how is not None:
         return _foreign(module, how)
@@ -362,6 +396,17 @@ def _found(module: nn.Module) -> _Swap | str | None:
         return f"a subclass of nn.{base.__name__}, whose forward may differ"
     unfit = _attached(module) or _parameters_unfit(module)
     return unfit or (_linear(module) if isinstance(module, nn.Linear) else _norm(module))
+
+
+def _experts(block: nn.Module, known: ForeignExperts | str) -> _Swap | str:
+    """A block of experts of another library."""
+    if isinstance(known, str):
+        return known
+    parts: list[Any] = [block, known.experts]
+    unfit = next(filter(None, map(_attached, parts)), "")
+    unfit = unfit or _mixed([p for part in parts[1:] for p in part.parameters()])
+    width, ffn = known.options["hidden_size"], known.options["ffn_hidden_size"]
+    return unfit or _Swap(MoELayer, known.options, {}, ((2 * ffn, width), (width, ffn)), known)
 
 
 def _attached(module: nn.Module) -> str:

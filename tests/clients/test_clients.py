@@ -75,6 +75,11 @@ FEW = " + ".join(
 
 
 @pytest.mark.parametrize("device", devices())
+def test_experts_are_converted(forks: Forks, device: str, tmp_path: Path) -> None:
+    run(forks, "hugging_face_experts", "load", device, str(tmp_path))
+
+
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("release", APART["megatron-core"])
 def test_megatron_core(forks: Forks, release: str, model: str, device: str, tmp_path: Path) -> None:

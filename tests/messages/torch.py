@@ -61,6 +61,17 @@ CONSTRUCTORS: dict[str, tuple[dict[str, Any], ...]] = {
         {"use_grouped_tensor": 1},
         {"num_gemm": 1},
     ),
+    "MoELayer": (
+        {"topk": 9},
+        {"num_groups": 3, "group_topk": 1},
+        {"num_groups": 4, "group_topk": 2, "topk": 3},
+        {"score_function": "softmx"},
+        {"expert_bias": True},
+        {"activation": "swigly"},
+        {"shared_gate": True},
+        {"aux_loss_coeff": -0.1},
+        {"expert_biass": True},
+    ),
     "LayerNorm": ({"normalized_shape": MAX_ROW + 1, "device": "meta"}, {"normalised_shape": 1}),
     "RMSNorm": ({"normalized_shape": (2, MAX_ROW), "device": "meta"}, {"zero_centred_gamma": 1}),
     "MultiheadAttention": (

@@ -61,6 +61,15 @@ def grouped() -> None:
 ROWS["onnx_export: m_splits in a tensor"] = grouped
 
 
+def experts() -> None:
+    """A layer of experts."""
+    with exporting(None):
+        te.MoELayer(16, 8, 4, 2, device="cpu")(torch.ones(3, 16))
+
+
+ROWS["onnx_export: experts"] = experts
+
+
 def attend(recipe: Any, warm: bool = False, change: Any = None, options: Any = None, **call: Any) -> Callable[[], None]:
     """Attention in the mode, behind a call outside of it where it is warm."""
 

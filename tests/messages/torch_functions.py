@@ -89,6 +89,9 @@ ROWS.add(router.fused_compute_score_for_moe_aux_loss, LOGITS, 9, "softmax")
 ROWS.add(router.fused_moe_aux_loss, LOGITS, BIAS, T, 3, 2, 0.1)
 ROWS.add(router.fused_moe_aux_loss, LOGITS, BIAS[1:], T, 8, 2, 0.1)
 ROWS.add(router.fused_moe_aux_loss, LOGITS, BIAS, torch.ones(2), 8, 2, 0.1)
+MOE = te.MoELayer(16, 8, 4, 2, device="cpu", name="experts")
+ROWS["MoELayer of other columns"] = lambda: MOE(torch.ones(3, 8))
+ROWS["MoELayer.update_expert_bias without a bias"] = MOE.update_expert_bias
 SPLITS = (None, 5, "44", [[4, 4]], [4.0, 4.0], ["4", "4"], torch.tensor([[4, 4]]), torch.tensor([4.0, 4.0]))
 
 

@@ -124,6 +124,8 @@ def test_what_became_of_it(device: str) -> None:
     }
     assert block.qkv.eps == block.mlp.eps == 1e-3 and block.norm.eps == 1e-4
     block.load_state_dict({report.keys.get(k, k): v for k, v in state.items()}, strict=True)
+    back = report.as_before(te.plain_state_dict(block))
+    assert back.keys() == state.keys() and all(torch.equal(back[name], t) for name, t in state.items())
 
 
 def test_dry_run_changes_nothing() -> None:
