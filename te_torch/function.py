@@ -322,8 +322,10 @@ class _Eager(torch.autograd.Function):
             nodes = _reached(ctx, all_nodes, of_inputs)
             if nodes is not None:
                 options = {**options, "nodes": nodes}
-            if state is not None and (nodes is not None or len(all_nodes) < len(state.each)):
-                running = scaling.States([state.each[i] for i in (all_nodes if nodes is None else nodes)])
+            if state is not None and (nodes is not None or len(all_nodes) < len(call.spec.nodes)):
+                ran = all_nodes if nodes is None else nodes
+                of_states = zip(state.each, call.spec.of_states, strict=True)
+                running = scaling.States([each for each, node in of_states if node in ran])
         if state is not None:
             scales = state.backward_scales()
             updates.ran_backward(running, ctx.within)
@@ -337,6 +339,8 @@ class _Eager(torch.autograd.Function):
             replay, (at, held, wholes) = found
             del kept, found  # memory is held by `held` alone, which lets go of it on the way
             return _as_returned(ctx, replay.backward(rt, at, held, wholes), options)
+        if call.layer.reach is not None and not call.spec.nodes[-1].products:  # products alone read it as it is
+            given = [g.dequantize() if isinstance(g, QuantizedTorch) else g for g in given]
         unknown = call.backward.unknown(rt, (*given, *kept), scales, options, release)
         if rt.device.kind == "cuda":
             kept = [_on_boundary(t, call.layer.strided) for t in kept]

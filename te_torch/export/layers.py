@@ -136,7 +136,7 @@ def norm_linear(inputs: Sequence[Maybe], spec: NormLinearSpec, scales: Maybe) ->
 
 def mlp(inputs: Sequence[Maybe], spec: MLPSpec, scales: Maybe) -> Outputs:
     """(act(norm(x) w1^T + b1) w2^T + b2[, norm(x)]) of (x, gamma, beta, w1, b1, w2, b2, ..)."""
-    (n,) = norm(inputs[:3], spec.norm)
+    n: Any = inputs[0] if spec.norm is None else norm(inputs[:3], spec.norm)[0]
     (h,) = linear((n, *inputs[3:5]), spec.fc1, scales, FC1)
     a = activated(h, spec.activation, spec.clamp)
     out = linear((a, *inputs[5:7]), spec.fc2, scales, FC2)

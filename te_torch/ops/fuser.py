@@ -1,9 +1,13 @@
-"""A chain of operations as one function of autograd: which are fused, where extra tensors go, what is saved."""
+"""A chain of operations as one function of autograd: which are fused, where extra tensors go, what is saved.
+
+Operations of ours run as one layer of the core (te_torch/ops/recorded.py) where they can; what follows here is of
+chains that run them one by one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -13,6 +17,7 @@ from te_core.recipe import Recipe
 from te_torch import updates
 from te_torch.doors import never_traced
 from te_torch.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from te_torch.ops.recorded import Recorded
 from te_torch.precisions import precision_of, recipe_of
 from te_torch.tensors.base import prepare_for_saving, restore_from_saved
 
@@ -20,6 +25,29 @@ from te_torch.tensors.base import prepare_for_saving, restore_from_saved
 Fusion = Callable[..., list[FusibleOperation]]
 #: A basic or fused operation, and the numbers of the basic ones that it stands for.
 Placed = tuple[Any, list[int]]
+
+
+class Fused(NamedTuple):
+    """What is fused, and of what that depends."""
+
+    key: Any
+    forward: list[Placed]
+    backward: list[Placed]
+    ours: bool  # no operation and no fusion of a user's is there
+
+
+class Begun(NamedTuple):
+    """What is known of a call before its operations run."""
+
+    entered: list[Any]  # of each operation what `_enter_chain` said
+    number: int  # of the precision
+    given: list[tuple[Any, ...]]  # of each operation the extra inputs that come from the caller
+    first: int  # operation that backward comes to
+
+    @property
+    def again(self) -> bool:
+        """Whether a checkpoint runs the call once more."""
+        return any(again for _, state, again in self.entered if state is not None)
 
 
 class OperationFuser:
@@ -30,15 +58,12 @@ class OperationFuser:
     forward_fusion_functions: ClassVar[list[Fusion]] = []
     backward_fusion_functions: ClassVar[list[Fusion]] = []
 
-    _forward_ops: list[Placed]
-    _backward_ops: list[Placed]
-
     def __init__(self, ops: Iterable[FusibleOperation]) -> None:
         basic: list[Any] = []
         for op in ops:
             basic += op.basic_ops if isinstance(op, FusedOperation) else [op]
         self._basic_ops: list[BasicOperation] = basic
-        self._num_basic_ops, self._key = len(basic), None
+        self._num_basic_ops, self._recorded = len(basic), Recorded(self, basic)
         producers: dict[str, tuple[int, int]] = {}
         for i, op in enumerate(basic):
             for slot, (channel, _) in op._output_channels.items():
@@ -57,20 +82,32 @@ class OperationFuser:
         for op in basic:
             op.__dict__["_extra_tensor_channels_locked"] = True
 
+    @property
+    def _forward_ops(self) -> list[Placed]:
+        """What the last forward ran: operations, fused ones in the place of those that they are."""
+        return self._recorded.fused.forward
+
+    @property
+    def _backward_ops(self) -> list[Placed]:
+        """The same of its backward."""
+        return self._recorded.fused.backward
+
     def maybe_fuse_ops(self, first: int, recipe: Recipe | None) -> None:
         """Decide what is fused, if that depends on something that has changed. `first`: see `_first_with_backward`."""
         length = getattr(recipe, "amax_history_len", None)
         key: Any = type(recipe), first, getattr(recipe, "backward_override", None), length
-        if key == self._key:
+        before = self._recorded.fused
+        if before is not None and key == before.key:
             return
         for op in self._basic_ops:
             op.reset_recipe_state(recipe=recipe)
-        for op in self._basic_ops if self._key is None else ():
+        for op in self._basic_ops if before is None else ():
             op.pre_first_fuser_forward()
         joint = _fused(list(self._basic_ops), self.forward_backward_fusion_functions, recipe)
-        self._forward_ops = self._placed(_fused(joint, self.forward_fusion_functions, recipe))
-        self._backward_ops = self._placed(_fused(joint, self.backward_fusion_functions, recipe))
-        self._key = key
+        forward = self._placed(_fused(joint, self.forward_fusion_functions, recipe))
+        backward = self._placed(_fused(joint, self.backward_fusion_functions, recipe))
+        ours = all(type(op).__module__.startswith("te_torch.") for op, _ in (*forward, *backward))
+        self._recorded.__dict__["fused"] = Fused(key, forward, backward, ours)
 
     def _placed(self, ops: list[FusibleOperation]) -> list[Placed]:
         placed: list[Placed] = []
@@ -104,21 +141,32 @@ class OperationFuser:
             operation, got = f"a chain of {_names(self._basic_ops)}", f"{len(extra_inputs)} extra inputs"
             do = "pass one for each that no channel provides, in the order of the operations"
             raise ArgumentError(operation, got, f"{self.num_extra_inputs} extra inputs", do)
-        left = iter(extra_inputs)
+        inputs = input, *extra_inputs
+        if basic_op_kwargs is None or not any(basic_op_kwargs):
+            return self._recorded._call(inputs)
+        return self.one_by_one(inputs, self.begin(inputs), basic_op_kwargs)
+
+    def begin(self, inputs: tuple[Any, ...]) -> Begun:
+        """Enter the region with each operation, and decide what is fused."""
+        left = iter(inputs[1:])
         given = [
             tuple([next(left) if source is None else None for source in sources])
             for sources in self._basic_op_extra_input_sources
         ]
-        entered = [op._enter_chain(input.device) for op in self._basic_ops]
+        entered = [op._enter_chain(inputs[0].device) for op in self._basic_ops]
         number = next((number for number, _, _ in entered if number), 0)
-        first = self._first_with_backward(input, given)
+        first = self._first_with_backward(inputs[0], given)
         self.maybe_fuse_ops(first, recipe_of(number))
-        run = _Run(self, entered, given, basic_op_kwargs)
+        return Begun(entered, number, given, first)
+
+    def one_by_one(self, inputs: tuple[Any, ...], begun: Begun, kwargs: Any = None) -> Any:
+        """The output, or a tuple, of operations that run by themselves."""
+        (input, *extra_inputs), first, run = inputs, begun.first, _Run(self, begun, kwargs)
         for i, (op, context) in enumerate(zip(self._basic_ops, run.contexts, strict=True)):
             op.pre_fuser_forward(requires_grad=i >= first)
-            context.requires_grad, context.precision = i >= first, precision_of(number)
+            context.requires_grad, context.precision = i >= first, precision_of(begun.number)
             context.input_requires_grad = i > first or (i == first and input.requires_grad)
-        input._do_not_clear = True  # type: ignore[attr-defined]  # as documented: operations free what they made alone
+        input._do_not_clear = True  # as documented: operations free what they made alone
         if first < self._num_basic_ops:
             parameters = [p for op in self._basic_ops for p in op.parameters()]
             found = _Chain.apply(run, input, *parameters, *extra_inputs)
@@ -158,10 +206,10 @@ def _names(ops: Iterable[Any]) -> str:
 class _Run:
     """One forward of a chain, and its backward."""
 
-    def __init__(self, fuser: OperationFuser, entered: list[Any], given: list[Any], kwargs: Any) -> None:
+    def __init__(self, fuser: OperationFuser, begun: Begun, kwargs: Any) -> None:
         self.ops, self.forward_ops, self.backward_ops = fuser._basic_ops, fuser._forward_ops, fuser._backward_ops
         self.sources, self.public = fuser._basic_op_extra_input_sources, fuser._public
-        self.entered, self.given = entered, given
+        self.begun, self.given = begun, begun.given
         self.kwargs = kwargs or [{} for _ in self.ops]
         self.contexts = [OperationContext() for _ in self.ops]
 
@@ -267,8 +315,7 @@ class _Chain(torch.autograd.Function):
             context.to_save = ()
         ctx.run, ctx.like = run, (outputs[0].shape, outputs[0].dtype, outputs[0].device)
         ctx.set_materialize_grads(False)
-        again = any(again for _, state, again in run.entered if state is not None)
-        ctx.within = updates.this_pass() if again else -1
+        ctx.within = updates.this_pass() if run.begun.again else -1
         return tuple(outputs)
 
     @staticmethod
@@ -276,7 +323,7 @@ class _Chain(torch.autograd.Function):
     def backward(ctx: Any, grad: Any, *extra: Any) -> Any:
         run: _Run = ctx.run
         left = iter(restore_from_saved(ctx.objects, ctx.saved_tensors))
-        for context, count, (_, state, _) in zip(run.contexts, ctx.counts, run.entered, strict=True):
+        for context, count, (_, state, _) in zip(run.contexts, ctx.counts, run.begun.entered, strict=True):
             context.saved_tensors = tuple([next(left) for _ in range(count)])
             if state is not None and context.requires_grad:
                 updates.ran_backward(state, ctx.within)

@@ -1,0 +1,315 @@
+"""Operations of a chain as one layer of the core: a graph, which is recorded once and replayed, behind one node of
+autograd.
+
+    norm, linear, activation, linear    one node, as in LayerNormMLP; also without the norm
+    norm, linear                        one node, as in LayerNormLinear
+    linear, activation, norm, ...       a node each; a bias belongs to the linear before it
+
+A call is recorded if all of its operations are ours and none of them needs to run by itself (`_Wiring` says where one
+does): then no operation writes into the caller's memory, and all compute in one dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_core.layers import activation, l2_norm
+from te_core.layers.graph import Graph, Node
+from te_core.layers.mlp import MLPSpec
+from te_core.layers.norm import NormSpec
+from te_core.layers.norm_linear import NormLinearSpec
+from te_core.layers.product import LinearSpec, Needs
+from te_core.layers.residual import AddSpec, BranchNeeds
+from te_core.ops.activation import is_gated
+from te_torch.autocast import Now
+from te_torch.base.graph import GRAPH, GraphPlan, extra_of_parts, parts_of
+from te_torch.base.module import CallingModule
+from te_torch.base.plans import Part, Prepared
+from te_torch.base.residual import ADD
+from te_torch.calls import Call, Layer, of_table, register
+from te_torch.draws import random_pair
+from te_torch.function import apply
+from te_torch.modules.layernorm_linear import NORM_LINEAR
+from te_torch.modules.layernorm_mlp import MLP
+from te_torch.modules.linear import LINEAR
+from te_torch.modules.norm import L2_NORM, NORM
+from te_torch.noting import Drawn, Of
+from te_torch.ops.basic.activations import _Activation
+from te_torch.ops.basic.linear import BasicLinear
+from te_torch.ops.basic.norms import L2Normalization, _ChainNorm
+from te_torch.ops.basic.small import AddExtraInput, Bias, Dropout, Identity, MakeExtraOutput
+from te_torch.precisions import draws, precision_of
+from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import FLOATS, TO_CORE, amp_dtype
+from te_torch.state import States
+
+ACTIVATION = of_table("activation", activation.ActivationSaved)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+class ChainPlan(GraphPlan):
+    """The plan of a chain, which has one node of autograd in any case."""
+
+    __slots__ = ()
+
+    def __init__(self, unit: Any, prepared: Prepared, inputs: Any, options: tuple[Any, ...], now: Now) -> None:
+        super().__init__(unit, prepared, inputs, options, now)
+        self.last, self._large = tuple(prepared.last), False
+        self._lasts = [
+            (op.__dict__, {name: getattr(op, name) for name in ("_quantizers", "_followed")})
+            for op, *_ in prepared.parts
+        ]
+
+
+class Recorded(CallingModule):
+    """A chain that runs as a graph where it can; else its operations run one by one."""
+
+    _in_regions = _has_parts = True
+    _plan_kind = ChainPlan
+    chain: Any  # OperationFuser
+    fused: Any = None  # what is fused, where operations run one by one; users look at it
+
+    def __init__(self, chain: Any, ops: list[Any]) -> None:
+        super().__init__()
+        self.__dict__["chain"] = chain
+        self._modules = {str(i): op for i, op in enumerate(ops)}
+        self.__dict__["_calls"] = ops[0]._calls  # of an operation by itself, whose chain is new in each call
+
+    def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
+        begun = self.chain.begin(inputs)
+        made = self._as_graph(inputs, begun)
+        if made is None:
+            return self.chain.one_by_one(inputs, begun)
+        caller: Any = self._modules["0"]
+        how: Any = {"extra": made.extra, "caller": caller._token}
+        outputs = apply(made.call, made.state, made.recompute, *made.tensors, **how)
+        if not made.recompute:
+            self._plan(made, inputs, options, now)
+        return self._returned(outputs, inputs)
+
+    def _as_graph(self, inputs: tuple[Any, ...], begun: Any) -> Prepared | None:
+        """The call as one of the graph layer's; None where operations run one by one."""
+        rule = precision_of(begun.number)
+        if parts_of(self) is None or not self.fused.ours or (rule is not None and rule.check_finite):
+            return None
+        try:
+            wiring = _Wiring(self.chain, inputs, begun.entered)
+        except _ApartError:
+            return None
+        tensors, sources = zip(*wiring.inputs.values(), strict=True)
+        spec = Graph(tuple(wiring.nodes), tuple(wiring.inputs), (wiring.value,))
+        call: Any = self._find_call((spec, wiring.wanted[wiring.value]))
+        state = States(wiring.states) if any(wiring.states) else None
+        names = [name for part in wiring.parts for name in part.weights]
+        extra = None
+        if names:
+            weights = [tensors[i] for i in call.weights]
+            extra = extra_of_parts(wiring.parts, weights, begun.number, state, begun.again)
+        more: Any = {"last": (("fused", self.fused),), "parts": wiring.parts}
+        return Prepared(call, state, begun.again, tensors, sources, extra, names, **more)
+
+    def _new_call(self, spec: Graph, needs_grad: bool) -> Call:
+        return register(GRAPH, spec, needs_grad)
+
+
+class _ApartError(Exception):
+    """The operations of this call do not make one graph."""
+
+
+def _together(fits: Any) -> None:
+    if not fits:
+        raise _ApartError
+
+
+class _Wiring:
+    """The graph of one call of a chain: its nodes, and what goes in, each tensor with its source."""
+
+    def __init__(self, chain: Any, inputs: tuple[Any, ...], entered: list[Any]) -> None:
+        x, *extra = inputs
+        self.entered = dict(zip(map(id, chain._basic_ops), entered, strict=True))
+        self.grad, self.amp = torch.is_grad_enabled(), amp_dtype(x.device.type)
+        linears = [op for op in chain._basic_ops if isinstance(op, BasicLinear)]
+        _together(type(x) in _PLAIN and x.ndim > 1 and x.dtype in FLOATS and len({*linears}) == len(linears))
+        weights = [p for op in chain._basic_ops for p in op._parameters.values()]
+        self.dtype = self.amp or (weights[0].dtype if weights else x.dtype)
+        converts = isinstance(chain._basic_ops[0], BasicLinear | _ChainNorm)
+        _together(x.dtype == self.dtype or self.amp is not None or converts)
+        _together(self.amp is not None or all(p.dtype == self.dtype for p in weights))
+        self.x = x if x.dtype == self.dtype else x.to(self.dtype)
+        #: By the names of values: tensors that go in, with their sources; whether a gradient is wanted.
+        self.inputs: dict[str, tuple[Any, Any]] = {}
+        self.wanted = {"": False}
+        self.names: dict[tuple[int, str], str] = {}
+        self.value, self.width = self._enters(self.x, 0), x.shape[-1]
+        self.nodes: list[Node] = []
+        self.parts: list[Part] = []
+        self.states: list[Any] = []
+        self.made: dict[tuple[int, int], str] = {}  # extra outputs
+        self.extra = iter([*enumerate(extra, 1)])
+        self._wire(chain)
+        _together(self.nodes)
+
+    def _wire(self, chain: Any) -> None:
+        ops, i = chain._basic_ops, 0
+        while i < len(ops):
+            op, norm = ops[i], None
+            if isinstance(op, _ChainNorm) and isinstance(next(iter(ops[i + 1 :]), None), BasicLinear):
+                norm, i = op, i + 1
+            first, after = _linear_at(ops, i)
+            if first is not None:
+                act = ops[after] if after < len(ops) and isinstance(ops[after], _Activation) else None
+                second, end = _linear_at(ops, after + 1) if act is not None else (None, after)
+                if second is None:
+                    self._products(norm, [first])
+                    i = after
+                else:
+                    self._products(norm, [first, second], act)
+                    i = end
+                continue
+            self._single(op, i, chain)
+            i += 1
+
+    # ------------------------------------------------------------------------------------------- what goes in
+
+    def _enters(self, t: torch.Tensor, source: Any) -> str:
+        name = f"i{len(self.inputs)}"
+        self.inputs[name] = t, source
+        self.wanted[name] = self.grad and t.requires_grad
+        return name
+
+    def _parameter(self, op: Any, name: str) -> str:
+        """A parameter's name in the graph; in the graph's dtype, but for a norm's, and a weight that is quantized."""
+        known = self.names.get((id(op), name))
+        if known is None:
+            t = op._tensor(name)
+            if isinstance(op, BasicLinear):
+                t = op._weight(name, self.dtype, self.entered[id(op)][0])
+            elif isinstance(op, Bias) and t.dtype != self.dtype:
+                t = t.to(self.dtype)
+            known = self.names[id(op), name] = self._enters(t, Of(op, (name,)))
+        return known
+
+    def _draws(self, fork: Any) -> str:
+        return self._enters(random_pair(self.x, fork), Drawn(fork))
+
+    def _node(self, layer: Layer, spec: Any, names: list[str], wanted: bool, width: int, products: int = 0) -> None:
+        y = f"v{len(self.nodes)}"
+        outputs = (y, *[""] * (layer.outputs - 1))
+        node = Node(layer, spec, (self.value, *names), outputs, wanted, products, states=products)
+        self.nodes.append(node)
+        self.value, self.width, self.wanted[y] = y, width, wanted
+
+    # ------------------------------------------------------------------------------------------ products
+
+    def _products(self, norm: Any, linears: list[tuple[Any, Any]], act: Any = None) -> None:
+        """A norm perhaps, a linear, and perhaps an activation and a second one, as one node."""
+        of_norm, before = [], self.wanted[self.value]
+        if norm is not None:
+            of_norm = self._of_norm(norm)
+            before = before or any([self.wanted[name] for name in of_norm])
+        specs, names, drawn, wanted = [], list[str](), None, before
+        for linear, bias in linears:
+            self._check(linear, bias)
+            w, b = self._parameter(linear, "weight"), "" if bias is None else self._parameter(bias, "bias")
+            number, state, _ = self.entered[id(linear)]
+            weight = self.inputs[w][0]
+            needs = Needs(wanted, self.wanted[w], self.wanted[b])
+            of_weight = TO_CORE[weight.dtype] if linear._primary else None
+            rule = linear._precision(number, 0)
+            specs.append(LinearSpec(TO_CORE[self.dtype], rule, needs, weight_dtype=of_weight))
+            names += (w, b)
+            drawn = drawn or (linear if number and draws(number) else None)
+            self.parts.append(Part(linear, ("weight",) if linear._special else (), 1))
+            self.states.append(state)
+            wanted = any(needs)
+            self.width = linear.local_out_features
+            if act is not None and linear is linears[0][0]:
+                self.width = self._activated(act)
+        rng = "" if drawn is None else self._draws(drawn._fork)
+        kind = None if norm is None else self._norm_spec(norm, before)
+        if act is not None:
+            spec: Any = MLPSpec(specs[0], specs[1], kind, act.kind, clamp=act._clamp)
+            self._node(MLP, spec, [*(of_norm or ("", "")), *names, rng], wanted, self.width, 2)
+        elif kind is not None:
+            spec = NormLinearSpec(kind, specs[0])
+            self._node(NORM_LINEAR, spec, [*of_norm, *names, rng], wanted, self.width, 1)
+        else:
+            self._node(LINEAR, specs[0], [*names, rng], wanted, self.width, 1)
+
+    def _check(self, linear: Any, bias: Any) -> None:
+        """A linear that is whole, with a weight in the recipe's format if it is held quantized."""
+        _together(linear.tensor_parallel_mode is None and linear.local_in_features == self.width)
+        _together(bias is None or bias.local_size == linear.local_out_features)
+        weight, rule = linear._tensor("weight"), precision_of(self.entered[id(linear)][0])
+        if isinstance(weight, QuantizedTorch):
+            held = None if weight._quantizer is None else weight._quantizer.operand
+            asked = None if rule is None else rule.weight
+            _together(held and asked and (held.scaling, held.format) == (asked.scaling, asked.format))
+        _together(not linear._special or hasattr(weight, "main_grad") or hasattr(weight, "get_main_grad"))
+        _together(not self.parts or bool(self.parts[0].weights) is linear._special)
+
+    # ------------------------------------------------------------------------------------------- the others
+
+    def _of_norm(self, norm: Any) -> list[str]:
+        _together(tuple(norm._shape) == (self.width,))
+        return [self._parameter(norm, name) if name in norm._parameters else "" for name in ("weight", "bias")]
+
+    def _norm_spec(self, norm: Any, wanted: bool) -> NormSpec:
+        margins = norm._margins["forward" if wanted else "inference"], norm._margins["backward"]
+        return NormSpec(TO_CORE[self.dtype], norm.kind, float(norm.eps), norm.zero_centered_gamma, *margins)
+
+    def _activated(self, act: Any) -> int:
+        """The width behind an activation."""
+        _together(act.kind and not act.cache_quantized_input and act.glu_interleave_size is None and act.in_core)
+        gated = is_gated(act.kind)
+        _together(not gated or self.width % 2 == 0)
+        return self.width // 2 if gated else self.width
+
+    def _single(self, op: Any, i: int, chain: Any) -> None:
+        """An operation that is a node by itself, or none at all."""
+        before = self.wanted[self.value]
+        if isinstance(op, _ChainNorm):
+            names = self._of_norm(op)
+            wanted = before or any([self.wanted[name] for name in names])
+            self._node(NORM, self._norm_spec(op, wanted), names, wanted, self.width)
+        elif isinstance(op, _Activation):
+            spec = activation.ActivationLayerSpec(op.kind, op._clamp)
+            self._node(ACTIVATION, spec, [], before, self._activated(op))
+        elif isinstance(op, L2Normalization):
+            self._node(L2_NORM, l2_norm.L2NormSpec(float(op.eps)), [], before, self.width)
+        elif isinstance(op, Bias):
+            _together(op.local_size == self.width)
+            self._added(0.0, [self._parameter(op, "bias"), "", ""])
+        elif isinstance(op, AddExtraInput):
+            _together(not op._in_place)
+            source = chain._basic_op_extra_input_sources[i][0]
+            if source is None:
+                place, t = next(self.extra)
+                shape = (*self.x.shape[:-1], self.width)
+                _together(type(t) in _PLAIN and t.dtype == self.dtype and tuple(t.shape) == shape)
+                other = self._enters(t, place)
+            else:
+                other = self.made[source]
+            self._added(0.0, ["", other, ""])
+        elif isinstance(op, MakeExtraOutput):
+            _together(not op._in_place and chain._public[i] == [False])
+            self.made[i, 0] = self.value
+        elif isinstance(op, Dropout):
+            if op.training and op.dropout_probability:
+                self._added(float(op.dropout_probability), ["", "", self._draws(None)])
+        else:
+            _together(isinstance(op, Identity))
+
+    def _added(self, p: float, names: list[str]) -> None:
+        needs = BranchNeeds(*[self.wanted[name] for name in (self.value, *names[:2])])
+        self._node(ADD, AddSpec(p, needs), names, any(needs), self.width)
+
+
+def _linear_at(ops: list[Any], i: int) -> tuple[tuple[Any, Any] | None, int]:
+    """((the linear that stands here, its bias or None), what follows); None if none does."""
+    if i >= len(ops) or not isinstance(ops[i], BasicLinear):
+        return None, i
+    bias = ops[i + 1] if i + 1 < len(ops) and isinstance(ops[i + 1], Bias) else None
+    return (ops[i], bias), i + 1 + (bias is not None)
