@@ -7,6 +7,7 @@ chains that run them one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,10 +17,13 @@ from te_core.errors import ArgumentError
 from te_core.recipe import Recipe
 from te_torch import updates
 from te_torch.doors import never_traced
+from te_torch.ops.basic.linear import BasicLinear
+from te_torch.ops.basic.small import Quantize
 from te_torch.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from te_torch.ops.recorded import Recorded
+from te_torch.ops.recorded import Recorded, Stretch, is_node
 from te_torch.precisions import precision_of, recipe_of
 from te_torch.tensors.base import prepare_for_saving, restore_from_saved
+from te_torch.tensors.nvfp4 import NVFP4Quantizer
 
 #: What fuses: (operations of a chain, recipe=) -> the same, some of them replaced by fused ones.
 Fusion = Callable[..., list[FusibleOperation]]
@@ -33,13 +37,16 @@ class Fused(NamedTuple):
     key: Any
     forward: list[Placed]
     backward: list[Placed]
-    ours: bool  # no operation and no fusion of a user's is there
+    #: What runs: the same with stretches of operations of ours as one. All of them may be one graph.
+    run_forward: list[Placed]
+    run_backward: list[Placed]
+    whole: bool
 
 
 class Begun(NamedTuple):
     """What is known of a call before its operations run."""
 
-    entered: list[Any]  # of each operation what `_enter_chain` said
+    entered: dict[int, Any]  # of each operation, by its id, what `_enter_chain` said
     number: int  # of the precision
     given: list[tuple[Any, ...]]  # of each operation the extra inputs that come from the caller
     first: int  # operation that backward comes to
@@ -47,7 +54,7 @@ class Begun(NamedTuple):
     @property
     def again(self) -> bool:
         """Whether a checkpoint runs the call once more."""
-        return any(again for _, state, again in self.entered if state is not None)
+        return any(again for _, state, again in self.entered.values() if state is not None)
 
 
 class OperationFuser:
@@ -63,7 +70,7 @@ class OperationFuser:
         for op in ops:
             basic += op.basic_ops if isinstance(op, FusedOperation) else [op]
         self._basic_ops: list[BasicOperation] = basic
-        self._num_basic_ops, self._recorded = len(basic), Recorded(self, basic)
+        self._num_basic_ops = len(basic)
         producers: dict[str, tuple[int, int]] = {}
         for i, op in enumerate(basic):
             for slot, (channel, _) in op._output_channels.items():
@@ -79,6 +86,7 @@ class OperationFuser:
         self._public = [
             [op._output_channels.get(slot, ("", True))[1] for slot in range(op.num_extra_outputs)] for op in basic
         ]
+        self._recorded = Recorded(basic, self._basic_op_extra_input_sources, self)
         for op in basic:
             op.__dict__["_extra_tensor_channels_locked"] = True
 
@@ -106,8 +114,7 @@ class OperationFuser:
         joint = _fused(list(self._basic_ops), self.forward_backward_fusion_functions, recipe)
         forward = self._placed(_fused(joint, self.forward_fusion_functions, recipe))
         backward = self._placed(_fused(joint, self.backward_fusion_functions, recipe))
-        ours = all(type(op).__module__.startswith("te_torch.") for op, _ in (*forward, *backward))
-        self._recorded.__dict__["fused"] = Fused(key, forward, backward, ours)
+        self._recorded.__dict__["fused"] = Fused(key, forward, backward, *self._stretched(forward, backward))
 
     def _placed(self, ops: list[FusibleOperation]) -> list[Placed]:
         placed: list[Placed] = []
@@ -122,6 +129,27 @@ class OperationFuser:
                 "for all of them, in their order. To do: correct the function that was registered"
             )
         return placed
+
+    def _stretched(self, forward: list[Placed], backward: list[Placed]) -> tuple[list[Placed], list[Placed], bool]:
+        """(what runs forward, and backward, with stretches of operations as one; whether all are one graph)."""
+        ops = self._basic_ops
+        fits = [is_node(op, public) for op, public in zip(ops, self._public, strict=True)]
+        kept = [placed for placed in (*forward, *backward) if not _may_part(placed[0])]
+        if all(fits) and not kept:
+            return forward, backward, True
+        for i, op in enumerate(ops):
+            follows = ops[i + 1] if i + 1 < len(ops) else None
+            # A quantized gradient is read as it came by the operation itself; what it gives a channel leaves a stretch.
+            if op.num_extra_outputs or (isinstance(follows, Quantize) and follows.num_quantizers("backward")):
+                fits[i] = False
+        for _, places in kept:
+            for i in places:
+                fits[i] = False
+        stretches = [[*some] for fit, some in groupby(range(len(ops)), lambda i: fits[i]) if fit]
+        stretches = [some for some in stretches if any(isinstance(ops[i], BasicLinear) for i in some)]
+        made = [(Stretch([ops[i] for i in some]), some) for some in stretches]
+        within = {i for some in stretches for i in some}
+        return *[_with_stretches(ops, placed, made, within) for placed in (forward, backward)], False  # type: ignore[return-value]
 
     def _first_with_backward(self, x: torch.Tensor, given: list[tuple[Any, ...]]) -> int:
         """The number of the first operation that backward comes to; as many as there are if it comes to none."""
@@ -153,8 +181,8 @@ class OperationFuser:
             tuple([next(left) if source is None else None for source in sources])
             for sources in self._basic_op_extra_input_sources
         ]
-        entered = [op._enter_chain(inputs[0].device) for op in self._basic_ops]
-        number = next((number for number, _, _ in entered if number), 0)
+        entered = {id(op): op._enter_chain(inputs[0].device) for op in self._basic_ops}
+        number = next((number for number, _, _ in entered.values() if number), 0)
         first = self._first_with_backward(inputs[0], given)
         self.maybe_fuse_ops(first, recipe_of(number))
         return Begun(entered, number, given, first)
@@ -176,6 +204,25 @@ class OperationFuser:
 
 
 FusibleOperation._fuser = OperationFuser
+
+
+def _may_part(op: Any) -> bool:
+    """Whether what is fused may come apart: a fusion of ours that writes into no tensor of the caller's."""
+    if not isinstance(op, FusedOperation):
+        return True
+    in_place = any(getattr(basic, "_in_place", False) for basic in op.basic_ops)
+    return type(op).__module__ == "te_torch.ops.fused" and not in_place
+
+
+def _with_stretches(ops: list[Any], placed: list[Placed], stretches: list[Placed], within: set[int]) -> list[Placed]:
+    """Stretches in the place of their operations; what is fused with one of them comes apart."""
+    found = list(stretches)
+    for op, places in placed:
+        if within.isdisjoint(places):
+            found.append((op, places))
+        else:
+            found += [(ops[i], [i]) for i in places if i not in within]
+    return sorted(found, key=lambda each: each[1])
 
 
 def _source(channel: str | None, producers: dict[str, tuple[int, int]], reader: int) -> tuple[int, int] | None:
@@ -207,7 +254,8 @@ class _Run:
     """One forward of a chain, and its backward."""
 
     def __init__(self, fuser: OperationFuser, begun: Begun, kwargs: Any) -> None:
-        self.ops, self.forward_ops, self.backward_ops = fuser._basic_ops, fuser._forward_ops, fuser._backward_ops
+        fused = fuser._recorded.fused
+        self.ops, self.forward_ops, self.backward_ops = fuser._basic_ops, fused.run_forward, fused.run_backward
         self.sources, self.public = fuser._basic_op_extra_input_sources, fuser._public
         self.begun, self.given = begun, begun.given
         self.kwargs = kwargs or [{} for _ in self.ops]
@@ -225,10 +273,11 @@ class _Run:
             before, behind = places[0] - 1, places[-1] + 1
             given = {
                 "basic_op_extra_inputs": [self.given[i] for i in places],
-                "prev_op_grad_output_quantizer": self.ops[before].get_grad_output_quantizer() if places[0] else None,
+                "prev_op_grad_output_quantizer": self._of_gradients(before) if places[0] else None,
                 "next_op_input_quantizer": self.ops[behind].get_input_quantizer() if behind < len(self.ops) else None,
                 "basic_op_kwargs": [self.kwargs[i] for i in places],
             }
+            given |= {"begun": self.begun} if isinstance(op, Stretch) else {}
             try:
                 x, extra = op.fuser_forward([self.contexts[i] for i in places], x, **given)
             except ArgumentError as error:  # of two that do not fit it says both
@@ -246,6 +295,13 @@ class _Run:
         self.given = []
         shown = [zip(outputs, public, strict=True) for outputs, public in zip(made, self.public, strict=True)]
         return x, *[t for outputs in shown for t, public in outputs if public]
+
+    def _of_gradients(self, i: int) -> Any:
+        """What the gradient of an operation's output may be quantized with. NVFP4 has one more rounding in the columns
+        that a graph makes anew, for nothing tells whether those that came are transformed."""
+        quantizer = self.ops[i].get_grad_output_quantizer()
+        recorded = any(isinstance(op, Stretch) and i in places for op, places in self.forward_ops)
+        return None if recorded and isinstance(quantizer, NVFP4Quantizer) else quantizer
 
     def _check_extra(self, operation: str, places: list[int], extra: list[tuple[Any, ...]]) -> None:
         counts, found = [self.ops[i].num_extra_outputs for i in places], [len(outputs) for outputs in extra]
@@ -323,7 +379,8 @@ class _Chain(torch.autograd.Function):
     def backward(ctx: Any, grad: Any, *extra: Any) -> Any:
         run: _Run = ctx.run
         left = iter(restore_from_saved(ctx.objects, ctx.saved_tensors))
-        for context, count, (_, state, _) in zip(run.contexts, ctx.counts, run.begun.entered, strict=True):
+        for op, context, count in zip(run.ops, run.contexts, ctx.counts, strict=True):
+            _, state, _ = run.begun.entered[id(op)]
             context.saved_tensors = tuple([next(left) for _ in range(count)])
             if state is not None and context.requires_grad:
                 updates.ran_backward(state, ctx.within)

@@ -5,12 +5,15 @@ autograd.
     norm, linear                        one node, as in LayerNormLinear
     linear, activation, norm, ...       a node each; a bias belongs to the linear before it
 
-A call is recorded if all of its operations are ours and none of them needs to run by itself (`_Wiring` says where one
-does): then no operation writes into the caller's memory, and all compute in one dtype.
+`is_node` says which operations can be part of a graph. A user's, and one that writes into the caller's memory, run by
+themselves: what is between them is a `Stretch`. A call of operations that could, but do not fit together (in several
+dtypes, say), runs them one by one, too.
 """
 
 from __future__ import annotations
 
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from te_core.layers.norm_linear import NormLinearSpec
 from te_core.layers.product import LinearSpec, Needs
 from te_core.layers.residual import AddSpec, BranchNeeds
 from te_core.ops.activation import is_gated
+from te_torch import updates
 from te_torch.autocast import Now
 from te_torch.base.graph import GRAPH, GraphPlan, extra_of_parts, parts_of
 from te_torch.base.module import CallingModule
@@ -30,7 +34,7 @@ from te_torch.base.plans import Part, Prepared
 from te_torch.base.residual import ADD
 from te_torch.calls import Call, Layer, of_table, register
 from te_torch.draws import random_pair
-from te_torch.function import apply
+from te_torch.function import Run, apply, backward_of, ran
 from te_torch.modules.layernorm_linear import NORM_LINEAR
 from te_torch.modules.layernorm_mlp import MLP
 from te_torch.modules.linear import LINEAR
@@ -40,6 +44,7 @@ from te_torch.ops.basic.activations import _Activation
 from te_torch.ops.basic.linear import BasicLinear
 from te_torch.ops.basic.norms import L2Normalization, _ChainNorm
 from te_torch.ops.basic.small import AddExtraInput, Bias, Dropout, Identity, MakeExtraOutput
+from te_torch.ops.values import dense
 from te_torch.precisions import draws, precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS, TO_CORE, amp_dtype
@@ -68,34 +73,37 @@ class Recorded(CallingModule):
 
     _in_regions = _has_parts = True
     _plan_kind = ChainPlan
-    chain: Any  # OperationFuser
+    chain: Any  # OperationFuser; None of a stretch
+    caller: int
     fused: Any = None  # what is fused, where operations run one by one; users look at it
 
-    def __init__(self, chain: Any, ops: list[Any]) -> None:
+    def __init__(self, ops: list[Any], sources: list[list[Any]], chain: Any = None) -> None:
         super().__init__()
-        self.__dict__["chain"] = chain
+        self.__dict__.update(ops=ops, sources=sources, chain=chain)
         self._modules = {str(i): op for i, op in enumerate(ops)}
-        self.__dict__["_calls"] = ops[0]._calls  # of an operation by itself, whose chain is new in each call
+        # Of an operation by itself, whose chain is new in each call.
+        self.__dict__.update(_calls=ops[0]._calls, caller=ops[0]._token)
 
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
         begun = self.chain.begin(inputs)
-        made = self._as_graph(inputs, begun)
+        grad = torch.is_grad_enabled()
+        made = self.as_graph(inputs, begun, grad, grad and inputs[0].requires_grad) if self.fused.whole else None
         if made is None:
             return self.chain.one_by_one(inputs, begun)
-        caller: Any = self._modules["0"]
-        how: Any = {"extra": made.extra, "caller": caller._token}
+        how: Any = {"extra": made.extra, "caller": self.caller}
         outputs = apply(made.call, made.state, made.recompute, *made.tensors, **how)
         if not made.recompute:
             self._plan(made, inputs, options, now)
         return self._returned(outputs, inputs)
 
-    def _as_graph(self, inputs: tuple[Any, ...], begun: Any) -> Prepared | None:
-        """The call as one of the graph layer's; None where operations run one by one."""
+    def as_graph(self, inputs: tuple[Any, ...], begun: Any, grad: bool, before: bool) -> Prepared | None:
+        """The call as one of the graph layer's; None where operations run one by one. `grad`: gradients are wanted;
+        `before`: that of the input, too."""
         rule = precision_of(begun.number)
-        if parts_of(self) is None or not self.fused.ours or (rule is not None and rule.check_finite):
+        if parts_of(self) is None or (rule is not None and rule.check_finite):
             return None
         try:
-            wiring = _Wiring(self.chain, inputs, begun.entered)
+            wiring = _Wiring(self.ops, self.sources, inputs, begun.entered, grad, before)
         except _ApartError:
             return None
         tensors, sources = zip(*wiring.inputs.values(), strict=True)
@@ -114,6 +122,81 @@ class Recorded(CallingModule):
         return register(GRAPH, spec, needs_grad)
 
 
+def is_node(op: Any, public: list[bool]) -> bool:
+    """Whether an operation can be part of a graph. `public`: of its extra outputs whether the caller gets them."""
+    if not type(op).__module__.startswith("te_torch."):
+        return False
+    if isinstance(op, AddExtraInput | MakeExtraOutput):
+        return not op._in_place and not any(public)
+    if isinstance(op, BasicLinear):
+        return op.tensor_parallel_mode is None
+    if isinstance(op, _Activation):
+        return op.in_core and not op.cache_quantized_input and op.glu_interleave_size is None
+    return isinstance(op, Bias | Dropout | Identity | L2Normalization) or (
+        isinstance(op, _ChainNorm) and len(op._shape) == 1
+    )
+
+
+class Stretch:
+    """Operations that follow one another in a chain with others, as one: a graph where they fit together."""
+
+    def __init__(self, ops: list[Any]) -> None:
+        self.ops = ops
+        self.recorded = Recorded(ops, [[None] * op.num_extra_inputs for op in ops])
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, begun, **given):
+        """As a fused operation's."""
+        ctx, grad = basic_op_ctxs[0], basic_op_ctxs[-1].requires_grad
+        extra = [t for some in basic_op_extra_inputs for t in some]
+        before = ctx.requires_grad and ctx.input_requires_grad
+        made = self.recorded.as_graph((input_, *extra), begun, grad, before)
+        ctx.run = None
+        if made is None:
+            return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs, given)
+        ctx.run = Run(made.call, made.state, made.recompute, made.extra, self.recorded.caller)
+        ctx.sources, ctx.within = made.sources, updates.this_pass() if begun.again else -1
+        (y,), saved = ran(ctx.run, made.tensors)
+        ctx.save_for_backward(*saved)
+        return y, [()] * len(self.ops)
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        """As a fused operation's."""
+        ctx, run = basic_op_ctxs[0], basic_op_ctxs[0].run
+        if run is None:
+            return self._back_one_by_one(basic_op_ctxs, grad_output)
+        node: Any = SimpleNamespace(run=run, saved_tensors=ctx.saved_tensors, inputs=len(ctx.sources))
+        node.within, node.next_functions, node.maybe_clear_saved_tensors = ctx.within, (), lambda: None
+        node.weights = None if run.extra is None else run.extra.parameters
+        dy = grad_output if isinstance(grad_output, torch.Tensor) else dense(grad_output)
+        found = dict(zip(ctx.sources, backward_of(node, dy)[1:], strict=True))
+        # An operation that is there twice has one gradient.
+        parameters = [
+            tuple([found.pop(Of(op, (name,)), None) for name, p in op._parameters.items() if p is not None])
+            for op in self.ops
+        ]
+        places = count(1)
+        extra = [tuple([found.get(next(places)) for _ in range(op.num_extra_inputs)]) for op in self.ops]
+        return found.get(0), parameters, extra
+
+    def _one_by_one(self, contexts, x, extra, given):
+        before, after = (given[f"{name}_quantizer"] for name in ("prev_op_grad_output", "next_op_input"))
+        befores = [before, *[op.get_grad_output_quantizer() for op in self.ops[:-1]]]
+        afters = [*[op.get_input_quantizer() for op in self.ops[1:]], after]
+        for op, context, *more in zip(self.ops, contexts, extra, befores, afters, strict=True):
+            names = "basic_op_extra_inputs", "prev_op_grad_output_quantizer", "next_op_input_quantizer"
+            more[0] = [more[0]]
+            x, _ = op.fuser_forward([context], x, basic_op_kwargs=[{}], **dict(zip(names, more, strict=True)))
+        return x, [()] * len(self.ops)
+
+    def _back_one_by_one(self, contexts, grad):
+        parameters, extra = [None] * len(self.ops), [None] * len(self.ops)
+        for i, (op, context) in reversed([*enumerate(zip(self.ops, contexts, strict=True))]):
+            if not context.requires_grad:
+                return None, parameters, extra
+            grad, (parameters[i],), (extra[i],) = op.fuser_backward([context], grad, basic_op_grad_extra_outputs=[()])
+        return grad, parameters, extra
+
+
 class _ApartError(Exception):
     """The operations of this call do not make one graph."""
 
@@ -126,15 +209,22 @@ def _together(fits: Any) -> None:
 class _Wiring:
     """The graph of one call of a chain: its nodes, and what goes in, each tensor with its source."""
 
-    def __init__(self, chain: Any, inputs: tuple[Any, ...], entered: list[Any]) -> None:
+    def __init__(
+        self,
+        ops: list[Any],
+        sources: list[list[Any]],
+        inputs: tuple[Any, ...],
+        entered: dict[int, Any],
+        grad: bool,
+        before: bool,
+    ) -> None:
         x, *extra = inputs
-        self.entered = dict(zip(map(id, chain._basic_ops), entered, strict=True))
-        self.grad, self.amp = torch.is_grad_enabled(), amp_dtype(x.device.type)
-        linears = [op for op in chain._basic_ops if isinstance(op, BasicLinear)]
+        self.entered, self.grad, self.amp = entered, grad, amp_dtype(x.device.type)
+        linears = [op for op in ops if isinstance(op, BasicLinear)]
         _together(type(x) in _PLAIN and x.ndim > 1 and x.dtype in FLOATS and len({*linears}) == len(linears))
-        weights = [p for op in chain._basic_ops for p in op._parameters.values()]
+        weights = [p for op in ops for p in op._parameters.values()]
         self.dtype = self.amp or (weights[0].dtype if weights else x.dtype)
-        converts = isinstance(chain._basic_ops[0], BasicLinear | _ChainNorm)
+        converts = isinstance(ops[0], BasicLinear | _ChainNorm)
         _together(x.dtype == self.dtype or self.amp is not None or converts)
         _together(self.amp is not None or all(p.dtype == self.dtype for p in weights))
         self.x = x if x.dtype == self.dtype else x.to(self.dtype)
@@ -143,16 +233,17 @@ class _Wiring:
         self.wanted = {"": False}
         self.names: dict[tuple[int, str], str] = {}
         self.value, self.width = self._enters(self.x, 0), x.shape[-1]
+        self.wanted[self.value] = before
         self.nodes: list[Node] = []
         self.parts: list[Part] = []
         self.states: list[Any] = []
         self.made: dict[tuple[int, int], str] = {}  # extra outputs
         self.extra = iter([*enumerate(extra, 1)])
-        self._wire(chain)
+        self._wire(ops, sources)
         _together(self.nodes)
 
-    def _wire(self, chain: Any) -> None:
-        ops, i = chain._basic_ops, 0
+    def _wire(self, ops: list[Any], sources: list[list[Any]]) -> None:
+        i = 0
         while i < len(ops):
             op, norm = ops[i], None
             if isinstance(op, _ChainNorm) and isinstance(next(iter(ops[i + 1 :]), None), BasicLinear):
@@ -168,7 +259,7 @@ class _Wiring:
                     self._products(norm, [first, second], act)
                     i = end
                 continue
-            self._single(op, i, chain)
+            self._single(op, i, sources[i])
             i += 1
 
     # ------------------------------------------------------------------------------------------- what goes in
@@ -239,8 +330,8 @@ class _Wiring:
             self._node(LINEAR, specs[0], [*names, rng], wanted, self.width, 1)
 
     def _check(self, linear: Any, bias: Any) -> None:
-        """A linear that is whole, with a weight in the recipe's format if it is held quantized."""
-        _together(linear.tensor_parallel_mode is None and linear.local_in_features == self.width)
+        """A linear that fits, with a weight in the recipe's format if it is held quantized."""
+        _together(linear.local_in_features == self.width)
         _together(bias is None or bias.local_size == linear.local_out_features)
         weight, rule = linear._tensor("weight"), precision_of(self.entered[id(linear)][0])
         if isinstance(weight, QuantizedTorch):
@@ -262,12 +353,11 @@ class _Wiring:
 
     def _activated(self, act: Any) -> int:
         """The width behind an activation."""
-        _together(act.kind and not act.cache_quantized_input and act.glu_interleave_size is None and act.in_core)
         gated = is_gated(act.kind)
         _together(not gated or self.width % 2 == 0)
         return self.width // 2 if gated else self.width
 
-    def _single(self, op: Any, i: int, chain: Any) -> None:
+    def _single(self, op: Any, i: int, sources: list[Any]) -> None:
         """An operation that is a node by itself, or none at all."""
         before = self.wanted[self.value]
         if isinstance(op, _ChainNorm):
@@ -283,8 +373,7 @@ class _Wiring:
             _together(op.local_size == self.width)
             self._added(0.0, [self._parameter(op, "bias"), "", ""])
         elif isinstance(op, AddExtraInput):
-            _together(not op._in_place)
-            source = chain._basic_op_extra_input_sources[i][0]
+            (source,) = sources
             if source is None:
                 place, t = next(self.extra)
                 shape = (*self.x.shape[:-1], self.width)
@@ -294,13 +383,10 @@ class _Wiring:
                 other = self.made[source]
             self._added(0.0, ["", other, ""])
         elif isinstance(op, MakeExtraOutput):
-            _together(not op._in_place and chain._public[i] == [False])
             self.made[i, 0] = self.value
         elif isinstance(op, Dropout):
             if op.training and op.dropout_probability:
                 self._added(float(op.dropout_probability), ["", "", self._draws(None)])
-        else:
-            _together(isinstance(op, Identity))
 
     def _added(self, p: float, names: list[str]) -> None:
         needs = BranchNeeds(*[self.wanted[name] for name in (self.value, *names[:2])])
