@@ -18,7 +18,7 @@ from te_core.recipe import Recipe
 from te_torch import updates
 from te_torch.doors import never_traced
 from te_torch.ops.basic.linear import BasicLinear
-from te_torch.ops.basic.small import Quantize
+from te_torch.ops.basic.small import Bias, Identity, Quantize, Reshape
 from te_torch.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from te_torch.ops.recorded import Recorded, Stretch, is_node
 from te_torch.precisions import precision_of, recipe_of
@@ -138,10 +138,13 @@ class OperationFuser:
         if all(fits) and not kept:
             return forward, backward, True
         for i, op in enumerate(ops):
-            follows = ops[i + 1] if i + 1 < len(ops) else None
-            # A quantized gradient is read as it came by the operation itself; what it gives a channel leaves a stretch.
-            if op.num_extra_outputs or (isinstance(follows, Quantize) and follows.num_quantizers("backward")):
-                fits[i] = False
+            fits[i] = fits[i] and not op.num_extra_outputs  # which leave a stretch
+            if isinstance(op, Quantize) and op.num_quantizers("backward"):
+                # A linear by itself reads its gradient as it came; of NVFP4 a graph makes the columns anew.
+                for j in range(i - 1, -1, -1):
+                    fits[j] = False
+                    if not isinstance(ops[j], Bias | Identity | Reshape):
+                        break
         for _, places in kept:
             for i in places:
                 fits[i] = False
@@ -171,7 +174,7 @@ class OperationFuser:
             raise ArgumentError(operation, got, f"{self.num_extra_inputs} extra inputs", do)
         inputs = input, *extra_inputs
         if basic_op_kwargs is None or not any(basic_op_kwargs):
-            return self._recorded._call(inputs)
+            return self._recorded._call(inputs, (None,))
         return self.one_by_one(inputs, self.begin(inputs), basic_op_kwargs)
 
     def begin(self, inputs: tuple[Any, ...]) -> Begun:

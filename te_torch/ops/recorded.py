@@ -232,8 +232,7 @@ class _Wiring:
         self.inputs: dict[str, tuple[Any, Any]] = {}
         self.wanted = {"": False}
         self.names: dict[tuple[int, str], str] = {}
-        self.value, self.width = self._enters(self.x, 0), x.shape[-1]
-        self.wanted[self.value] = before
+        self.value, self.width = self._enters(self.x, 0, before), x.shape[-1]
         self.nodes: list[Node] = []
         self.parts: list[Part] = []
         self.states: list[Any] = []
@@ -264,10 +263,10 @@ class _Wiring:
 
     # ------------------------------------------------------------------------------------------- what goes in
 
-    def _enters(self, t: torch.Tensor, source: Any) -> str:
+    def _enters(self, t: torch.Tensor, source: Any, wanted: bool) -> str:
         name = f"i{len(self.inputs)}"
         self.inputs[name] = t, source
-        self.wanted[name] = self.grad and t.requires_grad
+        self.wanted[name] = self.grad and wanted
         return name
 
     def _parameter(self, op: Any, name: str) -> str:
@@ -275,15 +274,16 @@ class _Wiring:
         known = self.names.get((id(op), name))
         if known is None:
             t = op._tensor(name)
+            wanted = t.requires_grad  # of what it is converted to, too, be it in a forward of autograd's
             if isinstance(op, BasicLinear):
                 t = op._weight(name, self.dtype, self.entered[id(op)][0])
             elif isinstance(op, Bias) and t.dtype != self.dtype:
                 t = t.to(self.dtype)
-            known = self.names[id(op), name] = self._enters(t, Of(op, (name,)))
+            known = self.names[id(op), name] = self._enters(t, Of(op, (name,)), wanted)
         return known
 
     def _draws(self, fork: Any) -> str:
-        return self._enters(random_pair(self.x, fork), Drawn(fork))
+        return self._enters(random_pair(self.x, fork), Drawn(fork), False)
 
     def _node(self, layer: Layer, spec: Any, names: list[str], wanted: bool, width: int, products: int = 0) -> None:
         y = f"v{len(self.nodes)}"
@@ -378,7 +378,7 @@ class _Wiring:
                 place, t = next(self.extra)
                 shape = (*self.x.shape[:-1], self.width)
                 _together(type(t) in _PLAIN and t.dtype == self.dtype and tuple(t.shape) == shape)
-                other = self._enters(t, place)
+                other = self._enters(t, place, t.requires_grad)
             else:
                 other = self.made[source]
             self._added(0.0, ["", other, ""])

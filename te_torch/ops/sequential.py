@@ -49,12 +49,16 @@ class Sequential(torch.nn.Sequential):
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Mapping[Any, dict[str, Any]] | None = None
     ) -> Any:
         """The output, or a tuple of it and the extra outputs of operations."""
-        if self._module_groups is None or self._grouped != tuple(self._modules.values()):
-            self._grouped = tuple(self._modules.values())
-            self._module_groups = self._make_module_groups(self._grouped)
+        modules = tuple(self._modules.values())
+        groups = self._module_groups
+        if groups is None or self._grouped != modules:
+            self._grouped, self._module_groups = modules, self._make_module_groups(modules)
+            groups = self._module_groups
+        if len(groups) == 1 and not op_kwargs and len(extra_inputs) == getattr(groups[0], "num_extra_inputs", -1):
+            return groups[0](input, *extra_inputs)  # nearly always
         kwargs = {id(self._target(key)): given for key, given in (op_kwargs or {}).items()}
         x, used, returned = input, 0, []
-        for group in self._module_groups:
+        for group in groups:
             if not isinstance(group, OperationFuser):
                 x = group(x)
                 continue

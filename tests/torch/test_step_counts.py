@@ -33,6 +33,13 @@ def fused() -> Any:
     return module
 
 
+def chain() -> Any:
+    """LayerNormMLP of operations."""
+    place: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+    norm, fc1 = te.ops.LayerNorm(HIDDEN, **place), te.ops.Linear(HIDDEN, 4 * HIDDEN, **place)
+    return te.ops.Sequential(norm, fc1, te.ops.GELU(), te.ops.Linear(4 * HIDDEN, HIDDEN, **place))
+
+
 def held(recipe: str) -> Any:
     """Whose weights are quantized."""
     with te.quantized_model_init(recipe=recipes.rule(recipe)):
@@ -48,6 +55,7 @@ MODULES: dict[str, Any] = {
     "LayerNormMLP, block weights": lambda: held("block"),
     "LayerNormMLP, main_grad": fused,
     "LayerNormMLP, microbatches": fused,
+    "LayerNormMLP as a chain": lambda: chain(),
     "DotProductAttention": lambda: te.DotProductAttention(HEADS, HIDDEN // HEADS, attn_mask_type="causal"),
     "TransformerLayer": lambda: te.TransformerLayer(
         HIDDEN,
