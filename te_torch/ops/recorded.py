@@ -73,6 +73,8 @@ class Recorded(CallingModule):
 
     _in_regions = _has_parts = True
     _plan_kind = ChainPlan
+    ops: list[Any]
+    sources: list[list[Any]]
     chain: Any  # OperationFuser; None of a stretch
     caller: int
     fused: Any = None  # what is fused, where operations run one by one; users look at it
@@ -131,7 +133,7 @@ def is_node(op: Any, public: list[bool]) -> bool:
     if isinstance(op, BasicLinear):
         return op.tensor_parallel_mode is None
     if isinstance(op, _Activation):
-        return op.in_core and not op.cache_quantized_input and op.glu_interleave_size is None
+        return op._in_core and not op.cache_quantized_input and op.glu_interleave_size is None
     return isinstance(op, Bias | Dropout | Identity | L2Normalization) or (
         isinstance(op, _ChainNorm) and len(op._shape) == 1
     )
