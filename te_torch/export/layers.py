@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from te_core.layers.activation import ActivationLayerSpec
 from te_core.layers.grouped_linear import GroupedSpec
 from te_core.layers.l2_norm import L2NormSpec
 from te_core.layers.linear import LinearSpec
@@ -125,6 +126,13 @@ def l2_norm(inputs: Sequence[Maybe], spec: L2NormSpec, scales: Maybe = None) -> 
     assert x is not None
     v = x.float()
     return ((v * torch.rsqrt(v.square().sum(-1, keepdim=True) + spec.eps)).to(x.dtype),)
+
+
+def activation(inputs: Sequence[Maybe], spec: ActivationLayerSpec, scales: Maybe = None) -> Outputs:
+    """(act(x),) of (x,)."""
+    (x,) = inputs
+    assert x is not None
+    return (activated(x, spec.kind, spec.clamp),)
 
 
 def norm_linear(inputs: Sequence[Maybe], spec: NormLinearSpec, scales: Maybe) -> Outputs:

@@ -16,12 +16,13 @@ from torch.autograd.function import once_differentiable
 from te_core.errors import ArgumentError
 from te_core.recipe import Recipe
 from te_torch import updates
-from te_torch.doors import never_traced
+from te_torch.doors import as_traced, never_traced
 from te_torch.ops.basic.linear import BasicLinear
 from te_torch.ops.basic.small import Bias, Identity, Quantize, Reshape
 from te_torch.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from te_torch.ops.recorded import Recorded, Stretch, is_node
+from te_torch.ops.recorded import Begun, Recorded, Stretch, is_node
 from te_torch.precisions import precision_of, recipe_of
+from te_torch.runtime import amp_dtype
 from te_torch.tensors.base import prepare_for_saving, restore_from_saved
 from te_torch.tensors.nvfp4 import NVFP4Quantizer
 
@@ -41,20 +42,6 @@ class Fused(NamedTuple):
     run_forward: list[Placed]
     run_backward: list[Placed]
     whole: bool
-
-
-class Begun(NamedTuple):
-    """What is known of a call before its operations run."""
-
-    entered: dict[int, Any]  # of each operation, by its id, what `_enter_chain` said
-    number: int  # of the precision
-    given: list[tuple[Any, ...]]  # of each operation the extra inputs that come from the caller
-    first: int  # operation that backward comes to
-
-    @property
-    def again(self) -> bool:
-        """Whether a checkpoint runs the call once more."""
-        return any(again for _, state, again in self.entered.values() if state is not None)
 
 
 class OperationFuser:
@@ -163,7 +150,6 @@ class OperationFuser:
                     return i
         return self._num_basic_ops
 
-    @never_traced("a chain of te.ops decides in each call what it fuses")
     def __call__(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None
     ) -> Any:
@@ -172,10 +158,17 @@ class OperationFuser:
             operation, got = f"a chain of {_names(self._basic_ops)}", f"{len(extra_inputs)} extra inputs"
             do = "pass one for each that no channel provides, in the order of the operations"
             raise ArgumentError(operation, got, f"{self.num_extra_inputs} extra inputs", do)
-        inputs = input, *extra_inputs
         if basic_op_kwargs is None or not any(basic_op_kwargs):
-            return self._recorded._call(inputs, (None,))
-        return self.one_by_one(inputs, self.begin(inputs), basic_op_kwargs)
+            return self._recorded._call((input, *extra_inputs), (None,))
+        return self.broken(input, *extra_inputs, kwargs=basic_op_kwargs)
+
+    @never_traced("a chain of te.ops that is no graph decides in each call what it fuses")
+    def broken(self, *inputs: torch.Tensor, kwargs: Any = None) -> Any:
+        """A call that a compiler sees nothing of."""
+        with as_traced(False):  # torch.export says that it traces here, too
+            return (
+                self.one_by_one(inputs, self.begin(inputs), kwargs) if kwargs else self._recorded._call(inputs, (None,))
+            )
 
     def begin(self, inputs: tuple[Any, ...]) -> Begun:
         """Enter the region with each operation, and decide what is fused."""
@@ -188,7 +181,7 @@ class OperationFuser:
         number = next((number for number, _, _ in entered.values() if number), 0)
         first = self._first_with_backward(inputs[0], given)
         self.maybe_fuse_ops(first, recipe_of(number))
-        return Begun(entered, number, given, first)
+        return Begun(entered, number, given, first, amp_dtype(inputs[0].device.type))
 
     def one_by_one(self, inputs: tuple[Any, ...], begun: Begun, kwargs: Any = None) -> Any:
         """The output, or a tuple, of operations that run by themselves."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,14 +27,16 @@ from te_core.layers.product import LinearSpec, Needs
 from te_core.layers.residual import AddSpec, BranchNeeds
 from te_core.ops.activation import is_gated
 from te_torch import updates
-from te_torch.autocast import Now
+from te_torch.autocast import Now, precision_now
 from te_torch.base.graph import GRAPH, GraphPlan, extra_of_parts, parts_of
 from te_torch.base.module import CallingModule
 from te_torch.base.plans import Part, Prepared
 from te_torch.base.residual import ADD
-from te_torch.calls import Call, Layer, of_table, register
+from te_torch.calls import Call, Layer, key_of, of_table, register
 from te_torch.draws import random_pair
+from te_torch.export import layers
 from te_torch.function import Run, apply, backward_of, ran
+from te_torch.likeness import of_token
 from te_torch.modules.layernorm_linear import NORM_LINEAR
 from te_torch.modules.layernorm_mlp import MLP
 from te_torch.modules.linear import LINEAR
@@ -45,13 +47,28 @@ from te_torch.ops.basic.linear import BasicLinear
 from te_torch.ops.basic.norms import L2Normalization, _ChainNorm
 from te_torch.ops.basic.small import AddExtraInput, Bias, Dropout, Identity, MakeExtraOutput
 from te_torch.ops.values import dense
-from te_torch.precisions import draws, precision_of
+from te_torch.precisions import draws, precision_of, recipe_of
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import FLOATS, TO_CORE, amp_dtype
+from te_torch.runtime import FLOATS, TO_CORE, amp_cast, amp_dtype, constant_at_trace
 from te_torch.state import States
 
-ACTIVATION = of_table("activation", activation.ActivationSaved)
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+ACTIVATION = of_table("activation", activation.ActivationSaved, plain=layers.activation)
+
+
+class Begun(NamedTuple):
+    """What is known of a call before its operations run."""
+
+    entered: dict[int, Any]  # of each operation, by its id, what `_enter_chain` said
+    number: int  # of the precision
+    given: list[tuple[Any, ...]]  # of each operation the extra inputs that come from the caller
+    first: int  # operation that backward comes to
+    amp: torch.dtype | None  # of torch.autocast
+    joined: bool = True  # a linear, an activation and a linear may be one node, which has two states
+
+    @property
+    def again(self) -> bool:
+        """Whether a checkpoint runs the call once more."""
+        return any(again for _, state, again in self.entered.values() if state is not None)
 
 
 class ChainPlan(GraphPlan):
@@ -76,15 +93,16 @@ class Recorded(CallingModule):
     ops: list[Any]
     sources: list[list[Any]]
     chain: Any  # OperationFuser; None of a stretch
-    caller: int
+    number: int  # by which traced code finds it
+    wired: dict[str, Any]  # what it has noted of its nodes there
     fused: Any = None  # what is fused, where operations run one by one; users look at it
 
     def __init__(self, ops: list[Any], sources: list[list[Any]], chain: Any = None) -> None:
         super().__init__()
         self.__dict__.update(ops=ops, sources=sources, chain=chain)
         self._modules = {str(i): op for i, op in enumerate(ops)}
-        # Of an operation by itself, whose chain is new in each call.
-        self.__dict__.update(_calls=ops[0]._calls, caller=ops[0]._token)
+        # Of an operation by itself the chain is new in each call, and what it knows is not.
+        self.__dict__.update(_calls=ops[0]._calls, number=self._token, _token=ops[0]._token)
 
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
         begun = self.chain.begin(inputs)
@@ -92,21 +110,55 @@ class Recorded(CallingModule):
         made = self.as_graph(inputs, begun, grad, grad and inputs[0].requires_grad) if self.fused.whole else None
         if made is None:
             return self.chain.one_by_one(inputs, begun)
-        how: Any = {"extra": made.extra, "caller": self.caller}
+        how: Any = {"extra": made.extra, "caller": self._token}
         outputs = apply(made.call, made.state, made.recompute, *made.tensors, **how)
-        if not made.recompute:
+        if not made.recompute and parts_of(self) is not None:
             self._plan(made, inputs, options, now)
         return self._returned(outputs, inputs)
 
-    def as_graph(self, inputs: tuple[Any, ...], begun: Any, grad: bool, before: bool) -> Prepared | None:
-        """The call as one of the graph layer's; None where operations run one by one. `grad`: gradients are wanted;
-        `before`: that of the input, too."""
+    def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+        """The nodes one after another in traced code."""
+        x = amp_cast(inputs[0]) if torch._C._is_any_autocast_enabled() else inputs[0]
+        entered = [op._enter(x) if op.gemms else (x, 0, None, False) for op in self.ops]
+        numbers, joined = (
+            tuple([number for _, number, _, _ in entered]),
+            all([state is None for _, _, state, _ in entered]),
+        )
+        facts = tuple([(t.dtype, t.ndim, t.shape[-1] if t.ndim else 0, t.requires_grad) for t in (x, *inputs[1:])])
+        how = amp_dtype(x.device.type), torch.is_grad_enabled(), joined, precision_now(self)[0]
+        key = _trace_chain(self.number, numbers, how, facts)
+        if not key:
+            return self.chain.broken(*inputs)
+        goes_in, nodes = self.wired[key]
+        values: dict[str, Any] = {"": None}
+        for value, place, name in goes_in:
+            if name == "draws":
+                values[value] = random_pair(x, self.ops[place]._fork)
+            elif name == "input":
+                values[value] = inputs[place] if place else x
+            else:
+                values[value] = _parameter(self.ops[place], name, x.dtype, numbers[place])
+        y = None
+        for call, places, value, place in nodes:
+            _, _, state, again = entered[place] if place >= 0 else (x, 0, None, False)
+            y = values[value] = apply(call, state, again, *[values[name] for name in places])[0]
+        return y
+
+    def wiring(self, inputs: tuple[Any, ...], begun: Begun, grad: bool, before: bool) -> _Wiring | None:
+        """The nodes of such a call; None where operations run one by one."""
         rule = precision_of(begun.number)
-        if parts_of(self) is None or (rule is not None and rule.check_finite):
+        if rule is not None and rule.check_finite:
             return None
         try:
-            wiring = _Wiring(self.ops, self.sources, inputs, begun.entered, grad, before)
+            return _Wiring(self.ops, self.sources, inputs, begun, grad, before)
         except _ApartError:
+            return None
+
+    def as_graph(self, inputs: tuple[Any, ...], begun: Begun, grad: bool, before: bool) -> Prepared | None:
+        """The call as one of the graph layer's; None where operations run one by one. `grad`: gradients are wanted;
+        `before`: that of the input, too."""
+        wiring = self.wiring(inputs, begun, grad, before)
+        if wiring is None:
             return None
         tensors, sources = zip(*wiring.inputs.values(), strict=True)
         spec = Graph(tuple(wiring.nodes), tuple(wiring.inputs), (wiring.value,))
@@ -122,6 +174,52 @@ class Recorded(CallingModule):
 
     def _new_call(self, spec: Graph, needs_grad: bool) -> Call:
         return register(GRAPH, spec, needs_grad)
+
+
+@constant_at_trace
+def _trace_chain(token: int, numbers: tuple[int, ...], how: tuple[Any, ...], facts: tuple[Any, ...]) -> str:
+    """The name of a chain's nodes for such inputs, by which they are noted with the chain; "": it is no graph."""
+    recorded, (amp, grad, joined, number) = of_token(token), how
+    ops, chain = recorded.ops, recorded.chain
+    if chain is None or any(n < 2 for _, n, _, _ in facts):
+        return ""
+    inputs = [torch.empty((*[2] * (n - 1), width), dtype=dtype, device="meta") for dtype, n, width, _ in facts]
+    for t, (*_, wanted) in zip(inputs, facts, strict=True):
+        t.requires_grad_(wanted)
+    chain.maybe_fuse_ops(0, recipe_of(number))
+    entered = {id(op): (number, None, False) for op, number in zip(ops, numbers, strict=True)}
+    wiring = None
+    if recorded.fused.whole:
+        wiring = recorded.wiring(
+            tuple(inputs), Begun(entered, number, [], 0, amp, joined), grad, inputs[0].requires_grad
+        )
+    if wiring is None or any(part.weights for part in wiring.parts):
+        return ""
+    goes_in = []
+    for name, (_, source) in wiring.inputs.items():
+        if isinstance(source, Of):
+            goes_in.append((name, ops.index(source.unit), source.names[0]))
+        elif isinstance(source, Drawn):
+            goes_in.append((name, next(i for i, op in enumerate(ops) if op._fork is source.fork), "draws"))
+        else:
+            goes_in.append((name, source, "input"))
+    nodes, units = [], iter([part.unit for part in wiring.parts])
+    for node in wiring.nodes:
+        unit = [next(units) for _ in range(node.products)]
+        call = key_of(register(node.layer, node.spec, node.wanted))
+        nodes.append((call, node.inputs, node.outputs[0], ops.index(unit[0]) if unit else -1))
+    found = tuple(goes_in), tuple(nodes)
+    key = repr(found)
+    recorded.__dict__["wired"] = {**recorded.__dict__.get("wired", {}), key: found}
+    return key
+
+
+def _parameter(op: Any, name: str, dtype: torch.dtype, number: int) -> torch.Tensor:
+    """A parameter in a graph's dtype, but for a norm's, and a weight that is quantized."""
+    if isinstance(op, BasicLinear):
+        return op._weight(name, dtype, number)
+    t: torch.Tensor = op._tensor(name)
+    return t.to(dtype) if isinstance(op, Bias) and t.dtype != dtype else t
 
 
 def is_node(op: Any, public: list[bool]) -> bool:
@@ -155,7 +253,7 @@ class Stretch:
         ctx.run = None
         if made is None:
             return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs, given)
-        ctx.run = Run(made.call, made.state, made.recompute, made.extra, self.recorded.caller)
+        ctx.run = Run(made.call, made.state, made.recompute, made.extra, self.recorded._token)
         ctx.sources, ctx.within = made.sources, updates.this_pass() if begun.again else -1
         (y,), saved = ran(ctx.run, made.tensors)
         ctx.save_for_backward(*saved)
@@ -212,18 +310,14 @@ class _Wiring:
     """The graph of one call of a chain: its nodes, and what goes in, each tensor with its source."""
 
     def __init__(
-        self,
-        ops: list[Any],
-        sources: list[list[Any]],
-        inputs: tuple[Any, ...],
-        entered: dict[int, Any],
-        grad: bool,
-        before: bool,
+        self, ops: list[Any], sources: list[list[Any]], inputs: tuple[Any, ...], begun: Any, grad: bool, before: bool
     ) -> None:
         x, *extra = inputs
-        self.entered, self.grad, self.amp = entered, grad, amp_dtype(x.device.type)
+        self.entered, self.grad, self.amp, self.joined = begun.entered, grad, begun.amp, begun.joined
         linears = [op for op in ops if isinstance(op, BasicLinear)]
-        _together(type(x) in _PLAIN and x.ndim > 1 and x.dtype in FLOATS and len({*linears}) == len(linears))
+        _together(
+            not isinstance(x, QuantizedTorch) and x.ndim > 1 and x.dtype in FLOATS and len({*linears}) == len(linears)
+        )
         weights = [p for op in ops for p in op._parameters.values()]
         self.dtype = self.amp or (weights[0].dtype if weights else x.dtype)
         converts = isinstance(ops[0], BasicLinear | _ChainNorm)
@@ -252,7 +346,7 @@ class _Wiring:
             first, after = _linear_at(ops, i)
             if first is not None:
                 act = ops[after] if after < len(ops) and isinstance(ops[after], _Activation) else None
-                second, end = _linear_at(ops, after + 1) if act is not None else (None, after)
+                second, end = _linear_at(ops, after + 1) if act is not None and self.joined else (None, after)
                 if second is None:
                     self._products(norm, [first])
                     i = after
@@ -272,16 +366,12 @@ class _Wiring:
         return name
 
     def _parameter(self, op: Any, name: str) -> str:
-        """A parameter's name in the graph; in the graph's dtype, but for a norm's, and a weight that is quantized."""
+        """A parameter's name in the graph."""
         known = self.names.get((id(op), name))
         if known is None:
-            t = op._tensor(name)
-            wanted = t.requires_grad  # of what it is converted to, too, be it in a forward of autograd's
-            if isinstance(op, BasicLinear):
-                t = op._weight(name, self.dtype, self.entered[id(op)][0])
-            elif isinstance(op, Bias) and t.dtype != self.dtype:
-                t = t.to(self.dtype)
-            known = self.names[id(op), name] = self._enters(t, Of(op, (name,)), wanted)
+            t = _parameter(op, name, self.dtype, self.entered[id(op)][0])
+            # Of what it is converted from: in a forward of autograd's the other wants nothing.
+            known = self.names[id(op), name] = self._enters(t, Of(op, (name,)), op._tensor(name).requires_grad)
         return known
 
     def _draws(self, fork: Any) -> str:
@@ -379,7 +469,7 @@ class _Wiring:
             if source is None:
                 place, t = next(self.extra)
                 shape = (*self.x.shape[:-1], self.width)
-                _together(type(t) in _PLAIN and t.dtype == self.dtype and tuple(t.shape) == shape)
+                _together(not isinstance(t, QuantizedTorch) and t.dtype == self.dtype and tuple(t.shape) == shape)
                 other = self._enters(t, place, t.requires_grad)
             else:
                 other = self.made[source]

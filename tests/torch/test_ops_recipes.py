@@ -510,8 +510,9 @@ def test_a_grouped_linear_puts_weight_gradients_off() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def test_torch_compile_breaks_its_graph_at_a_chain() -> None:
+def test_torch_compile_breaks_its_graph_at_a_chain_that_is_no_graph() -> None:
     _, model = CHAINS["LayerNormMLP"]({"dtype": torch.float32, "device": "cpu"})
+    model.append(ops.ConstantScale(3.0))
     compiled = torch.compile(lambda t: model(2 * t) + 1, backend="eager")
     x = values(32, WIDTH)
     torch.testing.assert_close(compiled(x), model(2 * x) + 1)

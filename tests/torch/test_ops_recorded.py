@@ -309,3 +309,32 @@ def test_operations_in_several_dtypes_run_one_by_one() -> None:
     h = torch.nn.functional.layer_norm(x, (WIDTH,)).float() @ model[1].weight.T + model[1].bias
     assert found["y"].dtype == torch.float32 and found["dx"].dtype == torch.bfloat16
     torch.testing.assert_close(found["y"], torch.nn.functional.gelu(h, approximate="tanh"))
+
+
+@pytest.mark.parametrize(
+    ("chain", "recipe"),
+    [
+        ("residual", "delayed"),
+        ("norm, linear, activation, linear", "current"),
+        pytest.param("norm, linear, activation, linear", "delayed", marks=pytest.mark.more),
+        pytest.param("three linears", "delayed", marks=pytest.mark.more),
+        pytest.param("a bias that is there twice", None, marks=pytest.mark.more),
+    ],
+)
+def test_a_compiler_sees_a_chain_whole(chain: str, recipe: str | None) -> None:
+    model = ops.Sequential(*WHOLE[chain]())
+    randomise(model)
+    other = copy.deepcopy(model)
+    compiled = torch.compile(lambda t: 1 + model(2 * t), backend="aot_eager", fullgraph=True)
+    for i in range(3):
+        x = values(32, WIDTH, seed=i)
+        found = step(compiled, x, recipe, owner=model)
+        assert not differences(found, step(lambda t: 1 + other(2 * t), x, recipe, owner=other))
+    assert not differences(fp8_state(model), fp8_state(other))
+
+
+def test_a_chain_in_an_exported_program() -> None:
+    model, x = ops.Sequential(*WHOLE["three linears"]()), values(32, WIDTH)
+    with torch.no_grad(), region("mxfp8"):
+        program = torch.export.export(model, (x,)).module()
+        assert torch.equal(program(x), model(x))
