@@ -159,7 +159,9 @@ class OperationFuser:
             do = "pass one for each that no channel provides, in the order of the operations"
             raise ArgumentError(operation, got, f"{self.num_extra_inputs} extra inputs", do)
         if basic_op_kwargs is None or not any(basic_op_kwargs):
-            return self._recorded._call((input, *extra_inputs), (None,))
+            found = self._recorded._call((input, *extra_inputs), (None,))
+            if found is not None:
+                return found
         return self.broken(input, *extra_inputs, kwargs=basic_op_kwargs)
 
     @never_traced("a chain of te.ops that is no graph decides in each call what it fuses")

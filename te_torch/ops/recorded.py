@@ -15,6 +15,7 @@ from __future__ import annotations
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -92,24 +93,25 @@ class Recorded(CallingModule):
     _plan_kind = ChainPlan
     ops: list[Any]
     sources: list[list[Any]]
-    chain: Any  # OperationFuser; None of a stretch
+    chain: Any  # a weak reference to the OperationFuser, so that a model goes at once; None of a stretch
     number: int  # by which traced code finds it
     wired: dict[str, Any]  # what it has noted of its nodes there
     fused: Any = None  # what is fused, where operations run one by one; users look at it
 
     def __init__(self, ops: list[Any], sources: list[list[Any]], chain: Any = None) -> None:
         super().__init__()
-        self.__dict__.update(ops=ops, sources=sources, chain=chain)
+        self.__dict__.update(ops=ops, sources=sources, chain=chain and ref(chain))
         self._modules = {str(i): op for i, op in enumerate(ops)}
         # Of an operation by itself the chain is new in each call, and what it knows is not.
         self.__dict__.update(_calls=ops[0]._calls, number=self._token, _token=ops[0]._token)
 
     def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
-        begun = self.chain.begin(inputs)
+        chain = self.chain()
+        begun = chain.begin(inputs)
         grad = torch.is_grad_enabled()
         made = self.as_graph(inputs, begun, grad, grad and inputs[0].requires_grad) if self.fused.whole else None
         if made is None:
-            return self.chain.one_by_one(inputs, begun)
+            return chain.one_by_one(inputs, begun)
         how: Any = {"extra": made.extra, "caller": self._token}
         outputs = apply(made.call, made.state, made.recompute, *made.tensors, **how)
         if not made.recompute and parts_of(self) is not None:
@@ -117,7 +119,7 @@ class Recorded(CallingModule):
         return self._returned(outputs, inputs)
 
     def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-        """The nodes one after another in traced code."""
+        """The nodes one after another in traced code; None where the chain is no graph."""
         x = amp_cast(inputs[0]) if torch._C._is_any_autocast_enabled() else inputs[0]
         entered = [op._enter(x) if op.gemms else (x, 0, None, False) for op in self.ops]
         numbers, joined = (
@@ -128,7 +130,7 @@ class Recorded(CallingModule):
         how = amp_dtype(x.device.type), torch.is_grad_enabled(), joined, precision_now(self)[0]
         key = _trace_chain(self.number, numbers, how, facts)
         if not key:
-            return self.chain.broken(*inputs)
+            return None
         goes_in, nodes = self.wired[key]
         values: dict[str, Any] = {"": None}
         for value, place, name in goes_in:
@@ -180,8 +182,8 @@ class Recorded(CallingModule):
 def _trace_chain(token: int, numbers: tuple[int, ...], how: tuple[Any, ...], facts: tuple[Any, ...]) -> str:
     """The name of a chain's nodes for such inputs, by which they are noted with the chain; "": it is no graph."""
     recorded, (amp, grad, joined, number) = of_token(token), how
-    ops, chain = recorded.ops, recorded.chain
-    if chain is None or any(n < 2 for _, n, _, _ in facts):
+    ops, chain = recorded.ops, recorded.chain()
+    if any(n < 2 for _, n, _, _ in facts):
         return ""
     inputs = [torch.empty((*[2] * (n - 1), width), dtype=dtype, device="meta") for dtype, n, width, _ in facts]
     for t, (*_, wanted) in zip(inputs, facts, strict=True):

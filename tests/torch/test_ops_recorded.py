@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -121,7 +123,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No graph is made inside."""
     with monkeypatch.context() as patch:
         patch.setattr(
-            Recorded, "_call", lambda self, inputs, _: self.chain.one_by_one(inputs, self.chain.begin(inputs))
+            Recorded, "_call", lambda self, inputs, _: self.chain().one_by_one(inputs, self.chain().begin(inputs))
         )
         patch.setattr(Recorded, "as_graph", lambda *_: None)
         yield
@@ -302,6 +304,20 @@ def test_what_changes_counts_from_the_next_call_on() -> None:
     torch.testing.assert_close(model(x), model[2](torch.nn.functional.rms_norm(x, (WIDTH,), eps=4.0).relu()))
     model[2].weight = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
     assert torch.equal(model(x), model[2].bias.expand(32, -1))
+
+
+def test_a_chain_goes_with_its_model() -> None:
+    for made in (*WHOLE.values(), *[made for made, _ in MIXED.values()]):
+        model = ops.Sequential(*made())
+        for i in range(3):
+            run(model, "delayed", i)
+        weights = [weakref.ref(p) for p in model.parameters()]
+        gc.disable()
+        try:
+            del model
+            assert not any(weight() is not None for weight in weights)
+        finally:
+            gc.enable()
 
 
 def test_operations_in_several_dtypes_run_one_by_one() -> None:
