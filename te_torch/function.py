@@ -319,7 +319,7 @@ class _Eager(torch.autograd.Function):
         scales, options, running = None, call.options, state
         if call.layer.reach is not None:
             all_nodes, of_inputs = call.layer.reach(call.spec)
-            nodes = _reached(ctx, all_nodes, of_inputs)
+            nodes = _reached(ctx, all_nodes, of_inputs) if len(all_nodes) > 1 else None
             if nodes is not None:
                 options = {**options, "nodes": nodes}
             if state is not None and (nodes is not None or len(all_nodes) < len(call.spec.nodes)):

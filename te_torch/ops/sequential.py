@@ -61,8 +61,8 @@ class Sequential(torch.nn.Sequential):
         """The output, or a tuple of it and the extra outputs of operations."""
         either(Sequential._group, _group_traced)(self)
         groups: Any = self._module_groups
-        if len(groups) == 1 and not op_kwargs and len(extra_inputs) == getattr(groups[0], "num_extra_inputs", -1):
-            return groups[0](input, *extra_inputs)  # nearly always
+        if len(groups) == 1 and not extra_inputs and not op_kwargs:  # nearly always
+            return groups[0](input)
         kwargs = {id(self._target(key)): given for key, given in (op_kwargs or {}).items()}
         x, used, returned = input, 0, []
         for group in groups:
