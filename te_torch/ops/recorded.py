@@ -47,7 +47,7 @@ from te_torch.ops.basic.activations import _Activation
 from te_torch.ops.basic.linear import BasicLinear
 from te_torch.ops.basic.norms import L2Normalization, _ChainNorm
 from te_torch.ops.basic.small import AddExtraInput, Bias, Dropout, Identity, MakeExtraOutput
-from te_torch.ops.values import dense
+from te_torch.ops.values import dense, is_quantized
 from te_torch.precisions import draws, precision_of, recipe_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS, TO_CORE, amp_cast, amp_dtype, constant_at_trace
@@ -121,11 +121,9 @@ class Recorded(CallingModule):
     def _traced(self, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         """The nodes one after another in traced code; None where the chain is no graph."""
         x = amp_cast(inputs[0]) if torch._C._is_any_autocast_enabled() else inputs[0]
-        entered = [op._enter(x) if op.gemms else (x, 0, None, False) for op in self.ops]
-        numbers, joined = (
-            tuple([number for _, number, _, _ in entered]),
-            all([state is None for _, _, state, _ in entered]),
-        )
+        entered = [op._enter(x) if isinstance(op, BasicLinear) else (x, 0, None, False) for op in self.ops]
+        numbers = tuple([number for _, number, _, _ in entered])
+        joined = all([state is None for _, _, state, _ in entered])
         facts = tuple([(t.dtype, t.ndim, t.shape[-1] if t.ndim else 0, t.requires_grad) for t in (x, *inputs[1:])])
         how = amp_dtype(x.device.type), torch.is_grad_enabled(), joined, precision_now(self)[0]
         key = _trace_chain(self.number, numbers, how, facts)
@@ -195,7 +193,7 @@ def _trace_chain(token: int, numbers: tuple[int, ...], how: tuple[Any, ...], fac
         wiring = recorded.wiring(
             tuple(inputs), Begun(entered, number, [], 0, amp, joined), grad, inputs[0].requires_grad
         )
-    if wiring is None or any(part.weights for part in wiring.parts):
+    if wiring is None or any(part.weights for part in wiring.parts) or wiring.dtype != inputs[0].dtype:
         return ""
     goes_in = []
     for name, (_, source) in wiring.inputs.items():
@@ -312,14 +310,12 @@ class _Wiring:
     """The graph of one call of a chain: its nodes, and what goes in, each tensor with its source."""
 
     def __init__(
-        self, ops: list[Any], sources: list[list[Any]], inputs: tuple[Any, ...], begun: Any, grad: bool, before: bool
+        self, ops: list[Any], sources: list[list[Any]], inputs: tuple[Any, ...], begun: Begun, grad: bool, before: bool
     ) -> None:
         x, *extra = inputs
         self.entered, self.grad, self.amp, self.joined = begun.entered, grad, begun.amp, begun.joined
         linears = [op for op in ops if isinstance(op, BasicLinear)]
-        _together(
-            not isinstance(x, QuantizedTorch) and x.ndim > 1 and x.dtype in FLOATS and len({*linears}) == len(linears)
-        )
+        _together(not is_quantized(x) and x.ndim > 1 and x.dtype in FLOATS and len({*linears}) == len(linears))
         weights = [p for op in ops for p in op._parameters.values()]
         self.dtype = self.amp or (weights[0].dtype if weights else x.dtype)
         converts = isinstance(ops[0], BasicLinear | _ChainNorm)
@@ -471,7 +467,7 @@ class _Wiring:
             if source is None:
                 place, t = next(self.extra)
                 shape = (*self.x.shape[:-1], self.width)
-                _together(not isinstance(t, QuantizedTorch) and t.dtype == self.dtype and tuple(t.shape) == shape)
+                _together(not is_quantized(t) and t.dtype == self.dtype and tuple(t.shape) == shape)
                 other = self._enters(t, place, t.requires_grad)
             else:
                 other = self.made[source]

@@ -306,6 +306,23 @@ def test_what_changes_counts_from_the_next_call_on() -> None:
     assert torch.equal(model(x), model[2].bias.expand(32, -1))
 
 
+@pytest.mark.parametrize("chain", ["three linears", "mixed: a user's operation"])
+def test_a_graph_may_be_kept_for_a_second_backward(chain: str) -> None:
+    model = ops.Sequential(*CHAINS[chain]())
+    extra = [values(32, WIDTH, seed=1)] * _takes_extra(model)
+    for i in range(3):
+        x = values(32, WIDTH, seed=i).requires_grad_()
+        y = model(x, *extra).square().sum()
+        y.backward(retain_graph=True)
+        first = [t.grad.clone() for t in (x, *model.parameters())]
+        y.backward()
+        for t, once in zip((x, *model.parameters()), first, strict=True):
+            torch.testing.assert_close(t.grad, 2 * once)
+        with pytest.raises(RuntimeError, match="second time"):
+            y.backward()
+        model.zero_grad()
+
+
 def test_a_chain_goes_with_its_model() -> None:
     for made in (*WHOLE.values(), *[made for made, _ in MIXED.values()]):
         model = ops.Sequential(*made())
