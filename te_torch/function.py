@@ -108,7 +108,7 @@ def apply(
                     "backward",
                     "use torch.nn layers there",
                 )
-        outputs = _run(run, inputs)[0]
+        outputs = ran(run, inputs)[0]
     if noting.notes is not None:
         noting.notes.calls.append(Noted(call, inputs, outputs, state=state, extra=extra, again=recompute))
     return outputs
@@ -161,7 +161,7 @@ def _leading(like: torch.Tensor, rows: int) -> tuple[int, ...]:
     return first, *leading[1:]
 
 
-def _run(
+def ran(
     run: Run, inputs: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor | None]]:
     """(outputs, what is saved). What is saved of the caller's is his own tensor: so autograd checks its version."""
@@ -285,7 +285,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *inputs: torch.Tensor | None) -> Any:
         if run.found is None:
-            made, saved = _run(run, inputs)
+            made, saved = ran(run, inputs)
         else:
             rt, replay, given = run.found
             run.found = None  # which would hold what a replay lets go of
@@ -319,11 +319,13 @@ class _Eager(torch.autograd.Function):
         scales, options, running = None, call.options, state
         if call.layer.reach is not None:
             all_nodes, of_inputs = call.layer.reach(call.spec)
-            nodes = _reached(ctx, all_nodes, of_inputs)
+            nodes = _reached(ctx, all_nodes, of_inputs) if len(all_nodes) > 1 else None
             if nodes is not None:
                 options = {**options, "nodes": nodes}
-            if state is not None and (nodes is not None or len(all_nodes) < len(state.each)):
-                running = scaling.States([state.each[i] for i in (all_nodes if nodes is None else nodes)])
+            if state is not None and (nodes is not None or len(all_nodes) < len(call.spec.nodes)):
+                these = all_nodes if nodes is None else nodes
+                of_states = zip(state.each, call.spec.of_states, strict=True)
+                running = scaling.States([each for each, node in of_states if node in these])
         if state is not None:
             scales = state.backward_scales()
             updates.ran_backward(running, ctx.within)
@@ -337,6 +339,8 @@ class _Eager(torch.autograd.Function):
             replay, (at, held, wholes) = found
             del kept, found  # memory is held by `held` alone, which lets go of it on the way
             return _as_returned(ctx, replay.backward(rt, at, held, wholes), options)
+        if call.layer.reach is not None and not call.spec.nodes[-1].products:  # products alone read it as it is
+            given = [g.dequantize() if isinstance(g, QuantizedTorch) else g for g in given]
         unknown = call.backward.unknown(rt, (*given, *kept), scales, options, release)
         if rt.device.kind == "cuda":
             kept = [_on_boundary(t, call.layer.strided) for t in kept]
@@ -357,6 +361,8 @@ class _Eager(torch.autograd.Function):
 def _reached(ctx: Any, all_nodes: frozenset[int], of_inputs: Sequence[frozenset[int]]) -> tuple[int, ...] | None:
     """Which nodes of a graph this backward is asked for: autograd.grad and backward(inputs=...) name tensors. None is
     all."""
+    if not ctx.next_functions:  # it is no node of autograd's: what is around it asks for all
+        return None
     found: frozenset[int] = frozenset()
     functions = iter([node for node, _ in ctx.next_functions if node is not None])
     for nodes, needs in zip(of_inputs, ctx.needs_input_grad[1:], strict=True):
@@ -484,6 +490,8 @@ def stand_in_gradient(weight: torch.Tensor) -> torch.Tensor | None:
 
 #: (run, *inputs) -> outputs. `Function.apply` looks for functorch wrappers in every argument: 3 us of 9.
 run_node: Any = super(torch.autograd.Function, _Eager).apply
+#: The same backward for who is himself a node of autograd's: its `ctx` stands for a node.
+backward_of: Any = _Eager.backward
 #: Whether torch lets a backward free what was saved before it has ended (2.11).
 _frees_saved = hasattr(_Eager, "maybe_clear_saved_tensors")
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph

@@ -129,6 +129,15 @@ MODULES: dict[str, Row] = {
     ),
     "Decoder": Row(Decoder, (_X, _X), recipes=recipes.ATTENTION),
     "Chain": Row(Chain, microbatches=False),
+    "chain of te.ops": Row(
+        lambda device: te.ops.Sequential(
+            te.ops.RMSNorm(HIDDEN, device=device),
+            te.ops.Linear(HIDDEN, 2 * FFN, device=device),
+            te.ops.SwiGLU(),
+            te.ops.Linear(FFN, HIDDEN, bias=False, device=device),
+        ),
+        microbatches=False,
+    ),
     "Linear held quantized": Row(partial(te.Linear, HIDDEN, FFN), held=True),
     "LayerNormMLP held quantized": Row(partial(te.LayerNormMLP, HIDDEN, FFN), held=True),
 }

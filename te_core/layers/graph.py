@@ -57,6 +57,7 @@ class Node(NamedTuple):
     rows: int = 0  # how many products' slots it has in a scaling state
     ranks: str = ""  # who shares its work: "tensor" (`Groups.tensor`), "context", or "" nobody
     views: tuple[View, ...] = ()
+    states: int = 1  # how many scaling states are the node's, where nodes do not share one
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,25 @@ class Graph:
     def shares(self, options: dict[str, Sequence[Any]]) -> Iterator[tuple[Node, dict[str, Any]]]:
         """Each node with its share of the scaling state, and of `options`, which have one entry for each product."""
         scales = options.pop("scales")
-        product = row = 0
-        for i, node in enumerate(self.nodes):
+        product = row = state = 0
+        for node in self.nodes:
             share = {
                 name: tuple(each[product : product + node.products])
                 for name, each in options.items()
                 if node.products and each
             }
-            of_node = scales[i] if type(scales) is tuple else _slots(scales, row, node.rows)  # type: ignore[arg-type]
+            if type(scales) is tuple:
+                own = scales[state : state + node.states]
+                of_node: Any = own if node.states > 1 and any(own) else next(iter(own), None)
+            else:
+                of_node = _slots(scales, row, node.rows)  # type: ignore[arg-type]
             yield node, {"spec": node.spec, "scales": of_node, **share}
-            product, row = product + node.products, row + node.rows
+            product, row, state = product + node.products, row + node.rows, state + node.states
+
+    @cached_property
+    def of_states(self) -> tuple[int, ...]:
+        """Of each scaling state the number of the node that it belongs to."""
+        return tuple([i for i, node in enumerate(self.nodes) for _ in range(node.states)])
 
     @cached_property
     def reach(self) -> tuple[frozenset[int], tuple[frozenset[int], ...]]:
@@ -131,8 +141,8 @@ def forward(
     ready: Sequence[QuantizedTensor | None] = (),
     comm: Communicator | Groups | None = None,
 ) -> tuple[tuple[Value, ...], tuple[Any, ...]]:
-    """(outputs, what each node saved). `scales`: the state that all products share, or one for each node; `ready`: the
-    products' weights quantized before."""
+    """(outputs, what each node saved). `scales`: the state that all products share, or those of all nodes in a row
+    (`Node.states`); `ready`: the products' weights quantized before."""
     values: dict[str, Any] = dict(zip(spec.inputs, inputs, strict=True)) | {"": None}
     leads = {name: t.shape[:-1] for name, t in values.items() if type(t) is Tensor}
     saved: list[Any] = []

@@ -1,4 +1,5 @@
-"""norm + MLP: y = act(norm(x) w1^T + b1) w2^T + b2, norm and activation delivering their outputs quantized.
+"""norm + MLP: y = act(norm(x) w1^T + b1) w2^T + b2, norm and activation delivering their outputs quantized. A chain of
+a user's has no norm perhaps.
 
 Shapes: x [.., H], gamma and beta [H], w1 [F', H] with F' = F or 2 F (gated), w2 [O, F], y [.., O].
 Names: n = norm(x), h = n w1^T + b1, a = act(h); M rows. In a residual stream (te_core/layers/residual.py) also
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.arguments import explained
@@ -30,6 +31,7 @@ from te_core.layers.product import (
     Sink,
     gradient_dtype,
     gradient_operand,
+    input_operand,
     products,
     quantized_gradient,
     saved_weight,
@@ -57,7 +59,7 @@ class MLPSpec:
 
     fc1: LinearSpec  # its needs.input: a gradient of x, gamma or beta is wanted
     fc2: LinearSpec  # its needs.input: any gradient at or before fc1 is wanted
-    norm: NormSpec
+    norm: NormSpec | None  # None: n is x
     activation: str
     return_norm: bool = False
     clamp: Clamp | None = None  # of clamped_swiglu
@@ -92,7 +94,7 @@ class MLPSaved(NamedTuple):
 def forward(
     rt: Runtime,
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     beta: Tensor | None,
     w1: Value,
     b1: Tensor | None,
@@ -104,12 +106,13 @@ def forward(
     branch_rng: Tensor | None = None,
     *,
     spec: MLPSpec,
-    scales: Scales | None = None,
+    scales: Scales | tuple[Scales | None, ...] | None = None,
     inspectors: Sequence[Inspector | None] = (None, None),
     ready: Sequence[QuantizedTensor | None] = (None, None),
     comm: Communicator | None = None,
 ) -> tuple[tuple[Value, ...], MLPSaved]:
-    """((y,), saved); with `return_norm` the norm's output comes next, with `stream` what the norm read comes last."""
+    """((y,), saved); with `return_norm` the norm's output comes next, with `stream` what the norm read comes last.
+    `scales`: the state of both products, or one for each."""
     fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors, None, comm)
     leading = x.shape[:-1]
     if comm is not None:
@@ -123,17 +126,19 @@ def forward(
     outputs = returned(rt, out, normed, total, spec, comm)
 
     if not spec.checkpoint:
-        saved = saved._replace(x=total if spec.fc1.needs.input else None, rng=rng, branch_rng=branch_rng)
+        saved = saved._replace(x=None if saved.gamma is None else total, rng=rng, branch_rng=branch_rng)
         if spec.again and comes_again(spec.fc1):
-            saved = saved._replace(n=None, beta=beta, scale=kept_scale(rt, scales))
+            saved = saved._replace(
+                n=None, beta=beta, scale=kept_scale(rt, scales if isinstance(scales, Scales) else None)
+            )
         return outputs, saved
     kept = MLPSaved(x=total, gamma=gamma, w1=w1, w2=w2, rng=rng, branch_rng=branch_rng, beta=beta, b1=b1)
-    return outputs, kept._replace(scale=kept_scale(rt, scales))
+    return outputs, kept._replace(scale=kept_scale(rt, scales if isinstance(scales, Scales) else None))
 
 
 def _inside(
     rt: Runtime,
-    given: tuple[Tensor, Tensor, Tensor | None, Value, Tensor | None, Value],  # x, gamma, beta, w1, b1, w2
+    given: tuple[Any, ...],  # x, gamma, beta, w1, b1, w2
     spec: MLPSpec,
     both: tuple[Product, Product],
     ready: Sequence[QuantizedTensor | None],
@@ -145,9 +150,13 @@ def _inside(
     x, gamma, beta, w1, b1, w2 = given
     fc1, fc2 = both
     parallel = fc1.parallel
-    cast, plain = fc1.input_cast(x)
-    normed, q, mean, rstd = normalized(rt, x, gamma, beta, spec.norm, cast, plain or spec.return_norm, branch)
-    ns = fc1.computed_input(rt, normed, q, cast)
+    normed = mean = rstd = None
+    if spec.norm is None:
+        ns: Made = x.matrix(), input_operand(rt, x.matrix(), fc1)
+    else:
+        cast, plain = fc1.input_cast(x)
+        normed, q, mean, rstd = normalized(rt, x, gamma, beta, spec.norm, cast, plain or spec.return_norm, branch)
+        ns = fc1.computed_input(rt, normed, q, cast)
     if parallel is not None:
         parallel.send(rt, ns[1])
     us, vs = (w1, weight_operand(rt, w1, fc1, ready[FC1])), (w2, weight_operand(rt, w2, fc2, ready[FC2]))
@@ -162,7 +171,8 @@ def _inside(
     a, w2q = fc2.keep(rt, made, vs) if keep else (None, None)
     if w2q is not None and w2q.dtype is dtypes.uint8 and vs[1].cast is None:
         w2q = w2q.reshape(*w2q.shape)  # a caller's weight: backward lets go of this view of it
-    norm: NormKept = (x, gamma, mean, rstd) if spec.fc1.needs.input else (None, None, None, None)
+    goes_through = spec.norm is not None and spec.fc1.needs.input
+    norm: NormKept = (x, gamma, mean, rstd) if goes_through else (None, None, None, None)
     return normed, made, vs, MLPSaved(*norm, n, h if spec.fc2.needs.input else None, a, w1, w2, w1q, w2q)
 
 
@@ -195,7 +205,7 @@ def backward(
     saved: MLPSaved,
     *,
     spec: MLPSpec,
-    scales: Scales | None = None,
+    scales: Scales | tuple[Scales | None, ...] | None = None,
     inspectors: Sequence[Inspector | None] = (None, None),
     sinks: Sequence[Sink | None] = (None, None),
     release: bool = False,
@@ -210,7 +220,8 @@ def backward(
     fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors, sinks, comm)
     dnorm, dstream = returned_gradients(second, third, spec.return_norm, spec.stream)
     if spec.checkpoint:
-        saved, release = _computed_again(rt, saved, spec, scales, ready, comm), True
+        own = scales if isinstance(scales, Scales) else None
+        saved, release = _computed_again(rt, saved, spec, own, ready, comm), True
     w1, w2 = saved_weight(saved.w1), saved_weight(saved.w2)
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     m = dy2.shape[0]
@@ -253,7 +264,9 @@ def backward(
         fc1.parallel.settle()  # type: ignore[union-attr]
         if spec.gather_norm and dnorm is not None:
             dnorm = scattered(rt, comm, dnorm)
-    if dn is not None:
+    if spec.norm is None:
+        dx = None if dn is None else dn.reshape(*dy.shape[:-1], dn.shape[1])
+    elif dn is not None:
         dx, dgamma, dbeta = norm_gradients(rt, dn, saved[:4], spec.norm, dnorm, dstream)
         del dn
         dx, dbranch_bias, dresidual = left(rt, dx, spec.stream, saved.branch_rng)
@@ -265,7 +278,7 @@ def backward(
 
 def _norm_output(rt: Runtime, saved: MLPSaved, spec: MLPSpec, comm: Communicator | None = None) -> Tensor | None:
     """The norm's output as fc1's wgrad reads it, kept or computed again."""
-    if spec.again and not spec.checkpoint and comes_again(spec.fc1):
+    if spec.norm is not None and spec.again and not spec.checkpoint and comes_again(spec.fc1):
         return norm_again(rt, saved, spec.norm, spec.fc1, comm)
     return saved.n
 
@@ -313,7 +326,7 @@ def _activation_gradient(
     fused = rule is None or (in_its_pass and not inspected)
     cast = None
     if rule is not None and fused:
-        cast = backward_cast(rule, fc1.scales, FC1, rowwise=needs.input, columnwise=needs.weight)
+        cast = backward_cast(rule, *fc1[1:3], rowwise=needs.input, columnwise=needs.weight)
     dh, q = ops.activation_backward(
         rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp, cast=cast, column_sum=db1 if fused else None
     )

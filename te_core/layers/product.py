@@ -362,16 +362,19 @@ _GEMMS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)
 
 def products(
     specs: Sequence[LinearSpec],
-    scales: Scales | None,
+    scales: Scales | tuple[Scales | None, ...] | None,
     inspectors: Sequence[Inspector | None] | None,
     sinks: Sequence[Sink | None] | None = None,
     comm: Communicator | None = None,
 ) -> list[Product]:
-    """The products of a layer's weights, numbered in this order in its scaling state."""
+    """The products of a layer's weights, numbered in this order in its state, or each with a state of its own."""
     none = (None,) * len(specs)
-    made = map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none)
+    states: Any = scales if type(scales) is tuple else repeat(scales)
+    numbers = repeat(0) if type(scales) is tuple else count()
+    each = zip(specs, states, numbers, inspectors or none, sinks or none)  # noqa: B905  two do not end
+    made = [Product(*given) for given in each]
     if comm is None:
-        return list(made)
+        return made
     return [product._replace(parallel=Spread(product.spec, comm, product[1:3])) for product in made]
 
 

@@ -23,7 +23,7 @@ from te_core.layers.graph import Graph, Node, View
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.autocast import Now, active
-from te_torch.base.plans import Plan, Prepared, state_of
+from te_torch.base.plans import Part, Plan, Prepared, state_of
 from te_torch.calls import Layer, register
 from te_torch.function import Extra, apply
 from te_torch.noting import Noted, Notes, Of
@@ -95,7 +95,8 @@ def composed(module: Any, inputs: Sequence[torch.Tensor], y: Any, notes: Notes) 
             return None
     call = register(GRAPH, spec, any(n.call.needs_grad for n in noted), comm=Groups(**comms) if comms else None)
     tensors, of_inputs = zip(*values.inputs.values(), strict=True)
-    return Prepared(call, state, False, tensors, of_inputs, shaped=True, noted=noted)
+    parts = [Part(n.unit, n.weights, len(n.call.weights), n.first_microbatch) for n in noted]
+    return Prepared(call, state, False, tensors, of_inputs, shaped=True, parts=parts)
 
 
 def _groups(comm: Any) -> list[int]:
@@ -212,6 +213,26 @@ def parts_of(module: Any) -> list[Any] | None:
     return found
 
 
+def extra_of_parts(
+    parts: Sequence[Part], weights: Sequence[torch.Tensor], number: int, state: States | None, recompute: bool
+) -> Extra | None:
+    """What the parts' calls depend on besides their tensors, in the order of all weights."""
+    states = [None] * len(parts) if state is None else state.each
+    ready: list[Any] = []
+    parameters: list[Any] = []
+    rest, known = iter(weights), None
+    for (part, own, count, first_microbatch), state_of_part in zip(parts, states, strict=True):
+        some = [next(rest) for _ in range(count)]
+        extra = part._extra(own, some, number, state_of_part, recompute, first_microbatch) if own else None
+        known = extra or known
+        ready += [None] * count if extra is None or extra.ready is None else extra.ready
+        parameters += some if extra is None else extra.parameters
+    if known is None:
+        return None
+    of_all = None if all([one is None for one in ready]) else ready
+    return Extra(of_all, known.fused, known.first_microbatch, None, parameters=parameters)
+
+
 # ------------------------------------------------------------------------------------------------------ the plan
 
 _version_of, _inspector_of = attrgetter("_version"), attrgetter("inspector")
@@ -251,9 +272,8 @@ class GraphPlan(Plan):
         self._lasts = [(part.__dict__, dict(part._plans[0].last)) for part in with_plans]
         super().__init__(unit, prepared, inputs, options, now)
         self.last = ()
-        #: Of each node: the module, which of its weights have an `_extra`, how many it has, `is_first_microbatch`.
-        self._parts_ask = [(n.unit, n.weights, len(n.call.weights), n.first_microbatch) for n in prepared.noted]
-        self._weights = [name for n in prepared.noted for name in n.weights]
+        self._parts_ask = prepared.parts
+        self._weights = [name for part in prepared.parts for name in part.weights]
         self._dtypes = [prepared.tensors[i].dtype for i in (0, *self.call.weights)]  # type: ignore[union-attr]
         pool = self._pool(unit, inputs)
         if not self._made(pool):  # weights of several dtypes were joined, of which `of` makes no plan
@@ -277,7 +297,7 @@ class GraphPlan(Plan):
         state = prepared.state
         if state is None:
             return None
-        return tuple((n.unit, s and s.precision) for n, s in zip(prepared.noted, state.each, strict=True))
+        return tuple((part.unit, s and s.precision) for part, s in zip(prepared.parts, state.each, strict=True))
 
     def run(self, unit: Any, inputs: Sequence[Any], options: tuple[Any, ...], now: Now) -> tuple[Any, ...] | None:
         """As any plan, if nothing of the parts has changed and nothing asks for them."""
@@ -312,21 +332,7 @@ class GraphPlan(Plan):
     def _extra_of_parts(
         self, names: Any, weights: Sequence[Any], number: int, state: Any, recompute: bool, first: Any
     ) -> Extra | None:
-        """What the parts' calls depend on besides their tensors, in the order of all weights."""
-        states = [None] * len(self._parts_ask) if state is None else state.each
-        ready: list[Any] = []
-        parameters: list[Any] = []
-        rest, known = iter(weights), None
-        for (part, own, count, first_of_part), state_of_part in zip(self._parts_ask, states, strict=True):
-            some = [next(rest) for _ in range(count)]
-            extra = part._extra(own, some, number, state_of_part, recompute, first_of_part) if own else None
-            known = extra or known
-            ready += [None] * count if extra is None or extra.ready is None else extra.ready
-            parameters += some if extra is None else extra.parameters
-        if known is None:
-            return None
-        of_all = None if all([one is None for one in ready]) else ready
-        return Extra(of_all, known.fused, known.first_microbatch, None, parameters=parameters)
+        return extra_of_parts(self._parts_ask, weights, number, state, recompute)
 
     def _wants_parts(self, unit: Any) -> bool:
         """Whether gradients are there already, or are used up as they arrive (an optimizer inside of backward)."""

@@ -45,6 +45,15 @@ class Join(NamedTuple):
     dtypes: list[torch.dtype]
 
 
+class Part(NamedTuple):
+    """A part of a module that runs as one: what its call depends on besides tensors."""
+
+    unit: Any
+    weights: Sequence[str] = ()  # whose `_extra` it is asked for, with this `is_first_microbatch`
+    products: int = 0  # how many weights it has
+    first_microbatch: Any = None
+
+
 class Prepared(NamedTuple):
     """What a module decided for one call."""
 
@@ -59,7 +68,7 @@ class Prepared(NamedTuple):
     weights: Sequence[str] = ()  # whose `_extra` it is
     shaped: bool = False  # it depends on the shapes of the module's inputs
     last: Sequence[tuple[str, Any]] = ()  # what reports are told of it: attributes of the module
-    noted: Sequence[Noted] = ()  # of a graph: the calls that are its nodes
+    parts: Sequence[Part] = ()  # of a graph: who has its states and its weights, one for each state
 
 
 class Plan:

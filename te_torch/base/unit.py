@@ -25,6 +25,7 @@ class Unit(MarkedModule):
     _in_regions = False  # whether regions of low precision change what it does
     _reads_settings = False  # whether environment variables change what it does: see `_settings`
     _as_made: tuple[Any, Any]
+    _plan_kind = Plan
     _has_parts = False  # whether parts of it ask by themselves what a checkpoint runs again
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -125,7 +126,7 @@ class Unit(MarkedModule):
     def _plan(self, made: Prepared, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> None:
         """Keep what was decided for the next call that is like this one."""
         if taped.when() != "never" and not dispatch_modes():
-            plan = Plan.of(self, made, inputs, options, now)
+            plan = self._plan_kind.of(self, made, inputs, options, now)
             if plan is not None:
                 self._plan_first(plan)
 

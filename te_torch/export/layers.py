@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from te_core.layers.activation import ActivationLayerSpec
 from te_core.layers.grouped_linear import GroupedSpec
 from te_core.layers.l2_norm import L2NormSpec
 from te_core.layers.linear import LinearSpec
@@ -127,6 +128,13 @@ def l2_norm(inputs: Sequence[Maybe], spec: L2NormSpec, scales: Maybe = None) -> 
     return ((v * torch.rsqrt(v.square().sum(-1, keepdim=True) + spec.eps)).to(x.dtype),)
 
 
+def activation(inputs: Sequence[Maybe], spec: ActivationLayerSpec, scales: Maybe = None) -> Outputs:
+    """(act(x),) of (x,)."""
+    (x,) = inputs
+    assert x is not None
+    return (activated(x, spec.kind, spec.clamp),)
+
+
 def norm_linear(inputs: Sequence[Maybe], spec: NormLinearSpec, scales: Maybe) -> Outputs:
     """(norm(x) w^T + b[, norm(x)]) of (x, gamma, beta, w, b, ..)."""
     (n,) = norm(inputs[:3], spec.norm)
@@ -136,7 +144,7 @@ def norm_linear(inputs: Sequence[Maybe], spec: NormLinearSpec, scales: Maybe) ->
 
 def mlp(inputs: Sequence[Maybe], spec: MLPSpec, scales: Maybe) -> Outputs:
     """(act(norm(x) w1^T + b1) w2^T + b2[, norm(x)]) of (x, gamma, beta, w1, b1, w2, b2, ..)."""
-    (n,) = norm(inputs[:3], spec.norm)
+    n: Any = inputs[0] if spec.norm is None else norm(inputs[:3], spec.norm)[0]
     (h,) = linear((n, *inputs[3:5]), spec.fc1, scales, FC1)
     a = activated(h, spec.activation, spec.clamp)
     out = linear((a, *inputs[5:7]), spec.fc2, scales, FC2)

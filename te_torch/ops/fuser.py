@@ -1,9 +1,14 @@
-"""A chain of operations as one function of autograd: which are fused, where extra tensors go, what is saved."""
+"""A chain of operations as one function of autograd: which are fused, where extra tensors go, what is saved.
+
+Operations of ours run as one layer of the core (te_torch/ops/recorded.py) where they can; what follows here is of
+chains that run them one by one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -11,15 +16,32 @@ from torch.autograd.function import once_differentiable
 from te_core.errors import ArgumentError
 from te_core.recipe import Recipe
 from te_torch import updates
-from te_torch.doors import never_traced
+from te_torch.doors import as_traced, never_traced
+from te_torch.ops.basic.linear import BasicLinear
+from te_torch.ops.basic.small import Bias, Identity, Quantize, Reshape
 from te_torch.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from te_torch.ops.recorded import Begun, Recorded, Stretch, is_node
 from te_torch.precisions import precision_of, recipe_of
+from te_torch.runtime import amp_dtype
 from te_torch.tensors.base import prepare_for_saving, restore_from_saved
+from te_torch.tensors.nvfp4 import NVFP4Quantizer
 
 #: What fuses: (operations of a chain, recipe=) -> the same, some of them replaced by fused ones.
 Fusion = Callable[..., list[FusibleOperation]]
 #: A basic or fused operation, and the numbers of the basic ones that it stands for.
 Placed = tuple[Any, list[int]]
+
+
+class Fused(NamedTuple):
+    """What is fused, and of what that depends."""
+
+    key: Any
+    forward: list[Placed]
+    backward: list[Placed]
+    #: What runs: the same with stretches of operations of ours as one. All of them may be one graph.
+    run_forward: list[Placed]
+    run_backward: list[Placed]
+    whole: bool
 
 
 class OperationFuser:
@@ -30,15 +52,12 @@ class OperationFuser:
     forward_fusion_functions: ClassVar[list[Fusion]] = []
     backward_fusion_functions: ClassVar[list[Fusion]] = []
 
-    _forward_ops: list[Placed]
-    _backward_ops: list[Placed]
-
     def __init__(self, ops: Iterable[FusibleOperation]) -> None:
         basic: list[Any] = []
         for op in ops:
             basic += op.basic_ops if isinstance(op, FusedOperation) else [op]
         self._basic_ops: list[BasicOperation] = basic
-        self._num_basic_ops, self._key = len(basic), None
+        self._num_basic_ops = len(basic)
         producers: dict[str, tuple[int, int]] = {}
         for i, op in enumerate(basic):
             for slot, (channel, _) in op._output_channels.items():
@@ -54,23 +73,35 @@ class OperationFuser:
         self._public = [
             [op._output_channels.get(slot, ("", True))[1] for slot in range(op.num_extra_outputs)] for op in basic
         ]
+        self._recorded = Recorded(basic, self._basic_op_extra_input_sources, self)
         for op in basic:
             op.__dict__["_extra_tensor_channels_locked"] = True
+
+    @property
+    def _forward_ops(self) -> list[Placed]:
+        """What the last forward ran: operations, fused ones in the place of those that they are."""
+        return self._recorded.fused.forward
+
+    @property
+    def _backward_ops(self) -> list[Placed]:
+        """The same of its backward."""
+        return self._recorded.fused.backward
 
     def maybe_fuse_ops(self, first: int, recipe: Recipe | None) -> None:
         """Decide what is fused, if that depends on something that has changed. `first`: see `_first_with_backward`."""
         length = getattr(recipe, "amax_history_len", None)
         key: Any = type(recipe), first, getattr(recipe, "backward_override", None), length
-        if key == self._key:
+        before = self._recorded.fused
+        if before is not None and key == before.key:
             return
         for op in self._basic_ops:
             op.reset_recipe_state(recipe=recipe)
-        for op in self._basic_ops if self._key is None else ():
+        for op in self._basic_ops if before is None else ():
             op.pre_first_fuser_forward()
         joint = _fused(list(self._basic_ops), self.forward_backward_fusion_functions, recipe)
-        self._forward_ops = self._placed(_fused(joint, self.forward_fusion_functions, recipe))
-        self._backward_ops = self._placed(_fused(joint, self.backward_fusion_functions, recipe))
-        self._key = key
+        forward = self._placed(_fused(joint, self.forward_fusion_functions, recipe))
+        backward = self._placed(_fused(joint, self.backward_fusion_functions, recipe))
+        self._recorded.__dict__["fused"] = Fused(key, forward, backward, *self._stretched(forward, backward))
 
     def _placed(self, ops: list[FusibleOperation]) -> list[Placed]:
         placed: list[Placed] = []
@@ -86,6 +117,30 @@ class OperationFuser:
             )
         return placed
 
+    def _stretched(self, forward: list[Placed], backward: list[Placed]) -> tuple[list[Placed], list[Placed], bool]:
+        """(what runs forward, and backward, with stretches of operations as one; whether all are one graph)."""
+        ops = self._basic_ops
+        fits = [is_node(op, public) for op, public in zip(ops, self._public, strict=True)]
+        kept = [placed for placed in (*forward, *backward) if not _may_part(placed[0])]
+        if all(fits) and not kept:
+            return forward, backward, True
+        for i, op in enumerate(ops):
+            fits[i] = fits[i] and not op.num_extra_outputs  # which leave a stretch
+            if isinstance(op, Quantize) and op.num_quantizers("backward"):
+                # A linear by itself reads its gradient as it came; of NVFP4 a graph makes the columns anew.
+                for j in range(i - 1, -1, -1):
+                    fits[j] = False
+                    if not isinstance(ops[j], Bias | Identity | Reshape):
+                        break
+        for _, places in kept:
+            for i in places:
+                fits[i] = False
+        stretches = [[*some] for fit, some in groupby(range(len(ops)), lambda i: fits[i]) if fit]
+        stretches = [some for some in stretches if any(isinstance(ops[i], BasicLinear) for i in some)]
+        made = [(Stretch([ops[i] for i in some]), some) for some in stretches]
+        within = {i for some in stretches for i in some}
+        return *[_with_stretches(ops, placed, made, within) for placed in (forward, backward)], False  # type: ignore[return-value]
+
     def _first_with_backward(self, x: torch.Tensor, given: list[tuple[Any, ...]]) -> int:
         """The number of the first operation that backward comes to; as many as there are if it comes to none."""
         if torch.is_grad_enabled():
@@ -95,7 +150,6 @@ class OperationFuser:
                     return i
         return self._num_basic_ops
 
-    @never_traced("a chain of te.ops decides in each call what it fuses")
     def __call__(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None
     ) -> Any:
@@ -104,21 +158,41 @@ class OperationFuser:
             operation, got = f"a chain of {_names(self._basic_ops)}", f"{len(extra_inputs)} extra inputs"
             do = "pass one for each that no channel provides, in the order of the operations"
             raise ArgumentError(operation, got, f"{self.num_extra_inputs} extra inputs", do)
-        left = iter(extra_inputs)
+        if basic_op_kwargs is None or not any(basic_op_kwargs):
+            found = self._recorded._call((input, *extra_inputs), (None,))
+            if found is not None:
+                return found
+        return self.broken(input, *extra_inputs, kwargs=basic_op_kwargs)
+
+    @never_traced("a chain of te.ops that is no graph decides in each call what it fuses")
+    def broken(self, *inputs: torch.Tensor, kwargs: Any = None) -> Any:
+        """A call that a compiler sees nothing of."""
+        with as_traced(False):  # torch.export says that it traces here, too
+            return (
+                self.one_by_one(inputs, self.begin(inputs), kwargs) if kwargs else self._recorded._call(inputs, (None,))
+            )
+
+    def begin(self, inputs: tuple[Any, ...]) -> Begun:
+        """Enter the region with each operation, and decide what is fused."""
+        left = iter(inputs[1:])
         given = [
             tuple([next(left) if source is None else None for source in sources])
             for sources in self._basic_op_extra_input_sources
         ]
-        entered = [op._enter_chain(input.device) for op in self._basic_ops]
-        number = next((number for number, _, _ in entered if number), 0)
-        first = self._first_with_backward(input, given)
+        entered = {id(op): op._enter_chain(inputs[0].device) for op in self._basic_ops}
+        number = next((number for number, _, _ in entered.values() if number), 0)
+        first = self._first_with_backward(inputs[0], given)
         self.maybe_fuse_ops(first, recipe_of(number))
-        run = _Run(self, entered, given, basic_op_kwargs)
+        return Begun(entered, number, given, first, amp_dtype(inputs[0].device.type))
+
+    def one_by_one(self, inputs: tuple[Any, ...], begun: Begun, kwargs: Any = None) -> Any:
+        """The output, or a tuple, of operations that run by themselves."""
+        (input, *extra_inputs), first, run = inputs, begun.first, _Run(self, begun, kwargs)
         for i, (op, context) in enumerate(zip(self._basic_ops, run.contexts, strict=True)):
             op.pre_fuser_forward(requires_grad=i >= first)
-            context.requires_grad, context.precision = i >= first, precision_of(number)
+            context.requires_grad, context.precision = i >= first, precision_of(begun.number)
             context.input_requires_grad = i > first or (i == first and input.requires_grad)
-        input._do_not_clear = True  # type: ignore[attr-defined]  # as documented: operations free what they made alone
+        input._do_not_clear = True  # as documented: operations free what they made alone
         if first < self._num_basic_ops:
             parameters = [p for op in self._basic_ops for p in op.parameters()]
             found = _Chain.apply(run, input, *parameters, *extra_inputs)
@@ -128,6 +202,25 @@ class OperationFuser:
 
 
 FusibleOperation._fuser = OperationFuser
+
+
+def _may_part(op: Any) -> bool:
+    """Whether what is fused may come apart: a fusion of ours that writes into no tensor of the caller's."""
+    if not isinstance(op, FusedOperation):
+        return True
+    in_place = any(getattr(basic, "_in_place", False) for basic in op.basic_ops)
+    return type(op).__module__ == "te_torch.ops.fused" and not in_place
+
+
+def _with_stretches(ops: list[Any], placed: list[Placed], stretches: list[Placed], within: set[int]) -> list[Placed]:
+    """Stretches in the place of their operations; what is fused with one of them comes apart."""
+    found = list(stretches)
+    for op, places in placed:
+        if within.isdisjoint(places):
+            found.append((op, places))
+        else:
+            found += [(ops[i], [i]) for i in places if i not in within]
+    return sorted(found, key=lambda each: each[1])
 
 
 def _source(channel: str | None, producers: dict[str, tuple[int, int]], reader: int) -> tuple[int, int] | None:
@@ -158,10 +251,11 @@ def _names(ops: Iterable[Any]) -> str:
 class _Run:
     """One forward of a chain, and its backward."""
 
-    def __init__(self, fuser: OperationFuser, entered: list[Any], given: list[Any], kwargs: Any) -> None:
-        self.ops, self.forward_ops, self.backward_ops = fuser._basic_ops, fuser._forward_ops, fuser._backward_ops
+    def __init__(self, fuser: OperationFuser, begun: Begun, kwargs: Any) -> None:
+        fused = fuser._recorded.fused
+        self.ops, self.forward_ops, self.backward_ops = fuser._basic_ops, fused.run_forward, fused.run_backward
         self.sources, self.public = fuser._basic_op_extra_input_sources, fuser._public
-        self.entered, self.given = entered, given
+        self.begun, self.given = begun, begun.given
         self.kwargs = kwargs or [{} for _ in self.ops]
         self.contexts = [OperationContext() for _ in self.ops]
 
@@ -177,10 +271,11 @@ class _Run:
             before, behind = places[0] - 1, places[-1] + 1
             given = {
                 "basic_op_extra_inputs": [self.given[i] for i in places],
-                "prev_op_grad_output_quantizer": self.ops[before].get_grad_output_quantizer() if places[0] else None,
+                "prev_op_grad_output_quantizer": self._of_gradients(before) if places[0] else None,
                 "next_op_input_quantizer": self.ops[behind].get_input_quantizer() if behind < len(self.ops) else None,
                 "basic_op_kwargs": [self.kwargs[i] for i in places],
             }
+            given |= {"begun": self.begun} if isinstance(op, Stretch) else {}
             try:
                 x, extra = op.fuser_forward([self.contexts[i] for i in places], x, **given)
             except ArgumentError as error:  # of two that do not fit it says both
@@ -198,6 +293,13 @@ class _Run:
         self.given = []
         shown = [zip(outputs, public, strict=True) for outputs, public in zip(made, self.public, strict=True)]
         return x, *[t for outputs in shown for t, public in outputs if public]
+
+    def _of_gradients(self, i: int) -> Any:
+        """What the gradient of an operation's output may be quantized with. NVFP4 has one more rounding in the columns
+        that a graph makes anew, for nothing tells whether those that came are transformed."""
+        quantizer = self.ops[i].get_grad_output_quantizer()
+        recorded = any(isinstance(op, Stretch) and i in places for op, places in self.forward_ops)
+        return None if recorded and isinstance(quantizer, NVFP4Quantizer) else quantizer
 
     def _check_extra(self, operation: str, places: list[int], extra: list[tuple[Any, ...]]) -> None:
         counts, found = [self.ops[i].num_extra_outputs for i in places], [len(outputs) for outputs in extra]
@@ -267,8 +369,7 @@ class _Chain(torch.autograd.Function):
             context.to_save = ()
         ctx.run, ctx.like = run, (outputs[0].shape, outputs[0].dtype, outputs[0].device)
         ctx.set_materialize_grads(False)
-        again = any(again for _, state, again in run.entered if state is not None)
-        ctx.within = updates.this_pass() if again else -1
+        ctx.within = updates.this_pass() if run.begun.again else -1
         return tuple(outputs)
 
     @staticmethod
@@ -276,7 +377,8 @@ class _Chain(torch.autograd.Function):
     def backward(ctx: Any, grad: Any, *extra: Any) -> Any:
         run: _Run = ctx.run
         left = iter(restore_from_saved(ctx.objects, ctx.saved_tensors))
-        for context, count, (_, state, _) in zip(run.contexts, ctx.counts, run.entered, strict=True):
+        for op, context, count in zip(run.ops, run.contexts, ctx.counts, strict=True):
+            _, state, _ = run.begun.entered[id(op)]
             context.saved_tensors = tuple([next(left) for _ in range(count)])
             if state is not None and context.requires_grad:
                 updates.ran_backward(state, ctx.within)

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError
+from te_core.tokens import enrolled, of_token
+from te_torch.doors import either
 from te_torch.ops.fuser import OperationFuser
 from te_torch.ops.op import BasicOperation, FusibleOperation
+from te_torch.runtime import constant_at_trace
 
 
 class Sequential(torch.nn.Sequential):
@@ -28,6 +31,7 @@ class Sequential(torch.nn.Sequential):
     def __init__(self, *args: Any) -> None:
         named = len(args) == 1 and isinstance(args[0], Mapping)
         super().__init__(*((OrderedDict(args[0]),) if named else args))
+        self._token = enrolled(self)  # by which traced code has it grouped
 
     def __add__(self, other: Iterable[torch.nn.Module]) -> Sequential:
         return type(self)(*self, *other)
@@ -45,16 +49,23 @@ class Sequential(torch.nn.Sequential):
             groups += [OperationFuser(found)] if fusible else found
         return groups
 
+    def _group(self) -> None:
+        """Make the groups, if the modules are others than those they are of."""
+        modules = tuple(self._modules.values())
+        if self._module_groups is None or self._grouped != modules:
+            self._grouped, self._module_groups = modules, self._make_module_groups(modules)
+
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Mapping[Any, dict[str, Any]] | None = None
     ) -> Any:
         """The output, or a tuple of it and the extra outputs of operations."""
-        if self._module_groups is None or self._grouped != tuple(self._modules.values()):
-            self._grouped = tuple(self._modules.values())
-            self._module_groups = self._make_module_groups(self._grouped)
+        either(Sequential._group, _group_traced)(self)
+        groups: Any = self._module_groups
+        if len(groups) == 1 and not extra_inputs and not op_kwargs:  # nearly always
+            return groups[0](input)
         kwargs = {id(self._target(key)): given for key, given in (op_kwargs or {}).items()}
         x, used, returned = input, 0, []
-        for group in self._module_groups:
+        for group in groups:
             if not isinstance(group, OperationFuser):
                 x = group(x)
                 continue
@@ -80,3 +91,16 @@ class Sequential(torch.nn.Sequential):
     def __getstate__(self) -> dict[str, Any]:
         """Without the chains, which the next forward makes again."""
         return {**self.__dict__, "_module_groups": None, "_grouped": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._token = enrolled(self)
+
+
+def _group_traced(model: Sequential) -> None:
+    _group_at_trace(model._token)
+
+
+@constant_at_trace
+def _group_at_trace(token: int) -> None:
+    of_token(token)._group()

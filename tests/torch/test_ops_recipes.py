@@ -120,6 +120,10 @@ def test_a_chain_is_its_operations_one_by_one(seed: int) -> None:
     recipe = recipe if recipe is None or "nvfp4 " not in recipe else "nvfp4 nearest"
     with te.quantized_model_init(enabled=recipe is not None and draw.random() < 0.3, recipe=recipes.rule(recipe)):
         chain = ops.Sequential(*[op for _ in range(draw.randrange(2, 6)) for op in draw.choice(PARTS)()])
+    # A gradient in NVFP4 that comes from outside of a chain has its columnwise copy made anew: nothing tells of which
+    # values, transformed or not, that copy is.
+    comes_quantized = any(isinstance(op, ops.Quantize) and op.num_quantizers("backward") for op in chain)
+    recipe = "mxfp8" if comes_quantized and recipe == "nvfp4 nearest" else recipe
     randomise(chain)
     apart = ops.Sequential(*[m for op in copy.deepcopy(chain) for m in (op, torch.nn.Identity())])
     for _ in range(2):
@@ -154,8 +158,7 @@ def test_a_chain_launches_what_the_module_launches(recipe: str | None, tmp_path:
             for _ in range(2):
                 run()
             launches.append(null.counted(run, 2).launches)
-    by_sums_of_biases = 3 if recipe is None else 0  # and GELU, which products do in high precision
-    assert launches[1] == launches[0] + by_sums_of_biases
+    assert launches[1] == launches[0]
 
 
 @pytest.mark.parametrize("recipe", recipes.KINDS)
@@ -507,8 +510,9 @@ def test_a_grouped_linear_puts_weight_gradients_off() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def test_torch_compile_breaks_its_graph_at_a_chain() -> None:
+def test_torch_compile_breaks_its_graph_at_a_chain_that_is_no_graph() -> None:
     _, model = CHAINS["LayerNormMLP"]({"dtype": torch.float32, "device": "cpu"})
+    model.append(ops.ConstantScale(3.0))
     compiled = torch.compile(lambda t: model(2 * t) + 1, backend="eager")
     x = values(32, WIDTH)
     torch.testing.assert_close(compiled(x), model(2 * x) + 1)

@@ -21,6 +21,7 @@ class _Function(BasicOperation):
     """An activation of the core's, and in which layout its input comes."""
 
     kind = ""
+    _in_core = True  # whether the core's layer of this kind is all that it does
     _clamp: Clamp | None = None
     glu_interleave_size: int | None = None
 
@@ -122,6 +123,8 @@ def _clamp(op: Any, limit: float, alpha: float, offset: float) -> Clamp:
 
 class _SiTU(_Function):
     """beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), in float32 and rounded once."""
+
+    _in_core = False
 
     def __init__(self, *args: Any, beta1: float = 4.0, beta2: float = 25.0, **options: Any) -> None:
         super().__init__(*args, **options)

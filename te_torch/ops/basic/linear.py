@@ -63,7 +63,8 @@ class BasicLinear(Own):
         self.local_in_features = local_size(operation, "in_features", in_features, ranks if mode == "row" else 1)
         self.local_out_features = local_size(operation, "out_features", out_features, ranks if mode == "column" else 1)
         self._fork = fork_of(rng_state_tracker_function, None)
-        self._accumulate_into_main_grad, self._userbuffers_options = accumulate_into_main_grad, userbuffers_options
+        self.fuse_wgrad_accumulation = self._special = bool(accumulate_into_main_grad)
+        self._userbuffers_options = userbuffers_options
         shape = self.local_out_features, self.local_in_features
         place = {"device": device or default_device(), "dtype": dtype or torch.get_default_dtype()}
         self._add_parameter("weight", shape, kaiming_init, **place)
@@ -169,7 +170,7 @@ class BasicLinear(Own):
     def _weight_gradient(self, dy: Any, x: Any, dtype: torch.dtype, precision: Precision | None) -> torch.Tensor | None:
         """dy^T x, or what autograd gets where that goes into `main_grad`."""
         weight = self.weight
-        if self._accumulate_into_main_grad:
+        if self.fuse_wgrad_accumulation:
             main, accumulate = main_gradient("accumulate_into_main_grad", weight)
             product("wgrad", dy, x, main, accumulate=accumulate, precision=precision)
             return stand_in_gradient(weight)
