@@ -51,7 +51,6 @@ class Model(torch.nn.Module):
         )
         self.norms = torch.nn.ModuleList(te.RMSNorm(s.width, device=device) for _ in range(s.layers))
         experts = {"num_experts": s.experts, "topk": s.chosen, "aux_loss_coeff": BALANCE / s.layers, "device": device}
-        experts |= {"use_pre_softmax": True}  # a gate is the expert's share of all
         self.experts = torch.nn.ModuleList(te.MoELayer(s.width, s.inner, **experts) for _ in range(s.layers))
         self.norm = te.RMSNorm(s.width, device=device)
 
