@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from te_core import ops
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops import raw as ops
 from te_core.spelling import choice_error
 from te_torch.runtime import TO_CORE, check_dtype, runtime_for, to_core, to_torch
 from te_torch.tensors.storage import QuantizedTensorStorage

@@ -60,6 +60,7 @@ FLOORS: dict[str, list[str]] = {
             "optimizers",
             "ops",
             "router",
+            "cpp_extensions",
             "custom_recipes",
             "constants",
             "debug",

@@ -106,7 +106,9 @@ _OVERLAP = (
 #: In te_torch itself alone: of our own, or documented deeper below.
 OURS = (
     *_context.__all__,
+    "MoELayer",
     "convert",
+    "expert_report",
     "linear_cross_entropy",
     "measure_saved",
     "memory_report",

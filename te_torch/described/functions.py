@@ -180,7 +180,6 @@ msg: Name of the range.
 attention_scores: Scores [.., s_q, s_kv].
 canonicalize_device.device: Device, or its name. None is where modules are made by default.
 canonicalize_dtype.dtype: Type. None is torch's default dtype.
-ExpertReport.step.group: Process group whose ranks have other tokens. None is this rank alone.
 canonicalize_process_group.group: Process group. None is all processes.
 cast_if_needed.dtype: Type of the result.
 cast_if_needed.tensor: Tensor to be cast.

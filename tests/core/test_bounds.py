@@ -21,6 +21,7 @@ BOUNDS = {
     "env._told": "1000",
     "kernels.compiler._headers": "header files",
     "layers.attention._parts": "1024, the least recently used goes",
+    "layers.graph.Graph.of_states": "one value, of a graph",
     "layers.graph.Graph.reach": "one value, of a graph",
     "layers.overlap_choice.measured": "one table",
     "described._done": "classes and functions of the packages",
