@@ -251,6 +251,8 @@ class World:
                 for module in (self.module, *self.others):
                     forget(module)
             self._once(record, f"{i}", a)
+            if self.ended:
+                return
             for name, value in self.state().items():
                 record[f"{i} {name}"] = value
 
