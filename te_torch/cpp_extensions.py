@@ -42,8 +42,8 @@ def general_gemm(
     Leading dimensions of B stay in out. `accumulate` adds to `out`, which `beta` multiplies before. Without `grad` the
     bias is added, and `gelu` applies GELU to the result. With `grad` the gradient of a bias like `bias` is summed over
     rows, of B in "NT", of out elsewhere, and `gelu` multiplies by the derivative at `gelu_in`. `quantization_params` is
-    a quantizer of the result. Quantized operands are multiplied in bfloat16 or what they stand for; modules multiply
-    them in FP8. Outside of autograd.
+    a quantizer of the result. Quantized operands are dequantized first; modules multiply them in FP8. Autograd sees
+    nothing of this function.
 
     Raises:
         ArgumentError: An argument is not allowed, or the shapes do not fit.
@@ -70,21 +70,24 @@ def general_gemm(
     shape = (b.shape[-1], n) if layout == "NT" else (*lead, n)
     dtype = out.dtype if out is not None else out_dtype or a.dtype
     rt, left, right = runtime_for(rows), to_core(rows.contiguous()), to_core(a.reshape(-1, a.shape[-1]).contiguous())
-    exact = alpha == 1 and beta in (None, 1)
-    options: dict[str, Any] = {"split_accumulator": use_split_accumulator}
+    # The product itself adds to `out` where nothing is done to it before.
+    in_place = accumulate and alpha == 1 and beta in (None, 1) and not gelu
+    added = None if grad else bias
+    options: dict[str, Any] = {"split_accumulator": use_split_accumulator, "out_dtype": TO_CORE[dtype]}
+    options |= zip(("trans_a", "trans_b"), turned, strict=True)
     sums = pre = None
     if grad and bias is not None and layout == "NT":
         sums = torch.empty(b.shape[-1], dtype=bias.dtype, device=rows.device)
         options["a_sum"] = to_core(sums)
-    elif not grad and bias is not None:
-        options["bias"] = to_core(bias.contiguous())
-    if exact and accumulate and out is not None:
+    if added is not None and alpha == 1:
+        options["bias"] = to_core(added.contiguous())
+    if in_place and out is not None:
         options |= {"out": to_core(out.view(-1, n)), "accumulate": True}
-    found = to_torch(
-        ops.gemm(rt, left, right, trans_a=turned[0], trans_b=turned[1], out_dtype=TO_CORE[dtype], **options)
-    ).view(shape)
-    if not exact:
-        found = found * alpha if not accumulate else found * alpha + out * (1 if beta is None else beta)  # type: ignore[operator]
+    found = to_torch(ops.gemm(rt, left, right, **options)).view(shape)
+    if alpha != 1:
+        found = found * alpha if added is None else (found * alpha + added).to(dtype)
+    if accumulate and not in_place and out is not None:
+        found = found + out.view(shape) * (1 if beta is None else beta)
     if gelu and not grad:
         pre = found if gelu_in is None else gelu_in.copy_(found)
         found = torch.nn.functional.gelu(found, approximate="tanh")
@@ -93,10 +96,10 @@ def general_gemm(
     if grad and bias is not None and sums is None:
         sums = found.reshape(-1, n).float().sum(0).to(bias.dtype)
     if quantization_params is not None:
-        return quantization_params(found), sums, pre, None
-    if out is None or (exact and accumulate):
-        return found if out is None else out, sums, pre, None
-    return out.copy_(found.view(out.shape)), sums, pre, None
+        found = quantization_params(found)
+    elif out is not None:
+        found = out if in_place else out.copy_(found.view(out.shape))
+    return found, sums, pre, None
 
 
 __all__ = ["general_gemm"]

@@ -1,5 +1,5 @@
-"""norm + MLP: y = act(norm(x) w1^T + b1) w2^T + b2, norm and activation delivering their outputs quantized. A chain of
-a user's has no norm perhaps.
+"""norm + MLP: y = act(norm(x) w1^T + b1) w2^T + b2, norm and activation delivering their outputs quantized. A
+chain of te.ops may leave the norm out.
 
 Shapes: x [.., H], gamma and beta [H], w1 [F', H] with F' = F or 2 F (gated), w2 [O, F], y [.., O].
 Names: n = norm(x), h = n w1^T + b1, a = act(h); M rows. In a residual stream (te_core/layers/residual.py) also

@@ -5,9 +5,9 @@ autograd.
     norm, linear                        one node, as in LayerNormLinear
     linear, activation, norm, ...       a node each; a bias belongs to the linear before it
 
-`is_node` says which operations can be part of a graph. A user's, and one that writes into the caller's memory, run by
-themselves: what is between them is a `Stretch`. A call of operations that could, but do not fit together (in several
-dtypes, say), runs them one by one, too.
+`is_node` says which operations can be part of a graph. Operations of users, and operations that write into the caller's
+memory, run by themselves; the operations between them are a `Stretch`. Where operations do not fit together (several
+dtypes, say), the call runs them one by one.
 """
 
 from __future__ import annotations

@@ -59,6 +59,10 @@ def test_bias_and_gelu(device: str) -> None:
     close(out, torch.nn.functional.gelu(before, approximate="tanh"))
     close(pre, before)
     assert dbias is None and extra is None
+    close(general_gemm(a, b, bias=bias, alpha=2.0)[0], 2 * plain(a, b, "TN") + bias.double())
+    total = torch.ones_like(out)
+    assert general_gemm(a, b, bias=bias, gelu=True, out=total, accumulate=True)[0] is total
+    close(total, torch.nn.functional.gelu(before + 1, approximate="tanh"))
     a, b = operands("NT", device)
     close(general_gemm(a, b, layout="NT", grad=True, bias=bias.new_empty(16))[1], b.double().sum((0, 1)))
     a, b = operands("NN", device)

@@ -4,7 +4,6 @@ Arguments: what (names of rows with " + " between, or "all"), device, folder, wh
 a line for each row; a release that does not know an option has no such row.
 """
 
-import multiprocessing
 import os
 import sys
 import traceback
@@ -16,7 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import MagicMock
 
-from support import arguments
+from support import arguments, in_ranks
 
 given = arguments()
 sys.path.insert(0, sys.argv[4])
@@ -411,12 +410,6 @@ def run(rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":  # Megatron-core starts processes that import this file
-    fork = multiprocessing.get_context("fork")
     for size in (1, 2):
-        ranks = [fork.Process(target=run, args=(rank, size)) for rank in range(size)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        assert not any(process.exitcode for process in ranks)
+        in_ranks(run, size, size)
     print("ok")

@@ -6,7 +6,6 @@ dense or moe, how many ranks.
 """
 
 import json
-import multiprocessing
 import sys
 
 import te_torch.compat  # noqa: F401
@@ -16,7 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import MagicMock
 
-from support import arguments, check_fp8, falls, keep, kept
+from support import arguments, check_fp8, falls, in_ranks, keep, kept
 
 given = arguments()
 release, kind, size = sys.argv[4], sys.argv[5], int(sys.argv[6])
@@ -216,11 +215,5 @@ def run(rank: int) -> None:
 
 
 if __name__ == "__main__":  # Megatron-core starts processes that import this file
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run, args=(rank,)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert not any(process.exitcode for process in ranks)
+    in_ranks(run, size)
     print("ok")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,3 +68,14 @@ def kept(folder: Path) -> dict[str, Any]:
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(found.detach().cpu(), wanted), (found.detach().cpu() - wanted).abs().max()
+
+
+def in_ranks(run: Callable[..., None], size: int, *args: Any) -> None:
+    """run(rank, *args) in a process for each rank."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run, args=(rank, *args)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert not any(process.exitcode for process in ranks)
