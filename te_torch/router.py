@@ -37,6 +37,10 @@ class RoutingMapFormat(IntEnum):
     BITMAP_U8 = 1
 
 
+#: The numbers and names of formats, which a traced program can look through as it cannot look through an enum.
+_FORMATS = [(int(one), one.name.lower()) for one in RoutingMapFormat]
+
+
 class QBHistogramMode(IntEnum):
     """How the histogram of quantile balancing is counted in the documented package. Here both are one way."""
 
@@ -213,10 +217,10 @@ def _format(op: str, given: Any) -> str:
     """The name of a map's format."""
     if not isinstance(given, (str, int)):
         raise TypeError(f"{op}: routing_map_format={given!r}, not a RoutingMapFormat, a str or an int")
-    for one in RoutingMapFormat:
-        if given in (one.value, one.name.lower()):
-            return one.name.lower()
-    raise choice_error(op, "routing_map_format", given, [f.name.lower() for f in RoutingMapFormat], error=RouterError)
+    for number, name in _FORMATS:
+        if given in (number, name):
+            return name
+    raise choice_error(op, "routing_map_format", given, [name for _, name in _FORMATS], error=RouterError)
 
 
 def _check_sized(op: str, name: str, t: Any, shape: tuple[int, ...], allowed: tuple[torch.dtype, ...]) -> None:

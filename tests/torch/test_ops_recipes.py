@@ -371,8 +371,9 @@ def test_a_model_on_the_meta_device_is_filled_by_its_first_forward() -> None:
             ops.GroupedLinear(2, 16, 8, device="meta"),
         )
     assert all(p.is_meta for p in model.parameters())
+    x = values(16, 32).to("cuda" if torch.cuda.is_available() else "cpu")  # where such a model is filled
     with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling(), emulate=True):
-        y = model(values(16, 32), torch.tensor([8, 8]))
+        y = model(x, torch.tensor([8, 8]))
     assert y.isfinite().all() and y.any() and isinstance(model[1].weight, te.QuantizedTensor)
     assert not any(p.is_meta for p in model.parameters())
     bound = 1 / 32**0.5  # kaiming_uniform(a=sqrt(5)), as torch.nn.Linear's

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from te_core.ops.gemm_grouped import takes_offsets
 from te_core.recipe import Recipe
@@ -58,7 +59,8 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
         with torch.set_grad_enabled(ctx.requires_grad), outside_autocast(x):
             made = modules.GroupedLinear.forward(self, x, splits, None, *buffers)
         made, biases = made if self.scale_bias else (made, None)
-        ctx.node = made.grad_fn
+        # A node in Python does not own what it saved: the edge does.
+        ctx.edge = get_gradient_edge(made) if ctx.requires_grad and made.requires_grad else None
         out = made.detach()
         if biases is not None:
             ctx.scales_require_grad, rows = scales[0].requires_grad, out.view(-1, out.shape[-1])
@@ -72,7 +74,7 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
         """The gradients of the input, of all parameters, and of the scales."""
         (ctx,), n, ds = basic_op_ctxs, self.num_groups, None
         dy = dense(grad_output)
-        found = ctx.node.apply(dy)[1:]
+        found = ctx.edge.node.apply(dy)[1:]
         names = [*self._names, *self._bias_names]
         gradients = dict(zip(names, found[1:], strict=False))
         if self.scale_bias:
@@ -83,7 +85,7 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
             if ctx.scales_require_grad:
                 ds = (rows * torch.stack(biases)[groups].float()).sum(-1).to(scales.dtype).view(scales.shape)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.node = None  # with all that it kept
+            ctx.edge = None  # with all that it kept
         parameters = [gradients[name] for name, _ in self.named_parameters()]
         return found[0], [parameters], [(None, ds) if self.scale_bias else (None,)]
 
