@@ -98,8 +98,8 @@ BENCHMARKS = {
         columns=("case", "ms", "torch ms", "TB/s", "of_copy", "host us", "target", "ok"), on_cpu=True,
     ),
     "experts": Benchmark(
-        columns=("case", "recipe", "shape", "us", "torch_us", "of_torch", "of_dense", "wall us", "gpu us", "TFLOP/s",
-                 "target", "ok"),
+        columns=("case", "scaling", "recipe", "shape", "us", "torch_us", "of_torch", "of_dense", "wall us", "gpu us",
+                 "TFLOP/s", "target", "ok"),
         ratio="of_torch", reference="speed, 1 = torch's grouped product in the same process",
     ),
     "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),

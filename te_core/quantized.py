@@ -255,6 +255,48 @@ class QuantizedTensor:
         return f"QuantizedTensor({self.format} {tuple(self.shape)}, {' and '.join(copies) or 'empty'})"
 
 
+class QuantizedRows(NamedTuple):
+    """Rows of all groups in a narrow format, one group after the other; sizes are known to the device alone.
+
+    rowwise [T, K] lies as the rows did. columnwise [K, C] is their transpose, in which a group begins at a multiple of
+    128 columns and is followed by zeros up to the next one. Scales: per tensor [G], one for both copies; in blocks
+    [K / 128, T up to 4] and [C / 128, K]. `block` is the memory of the columnwise copy and its scales, or of the
+    rowwise one where there is no other.
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    rowwise: Tensor | None
+    rowwise_scale: Tensor | None
+    columnwise: Tensor | None
+    columnwise_scale: Tensor | None
+    block: Tensor
+
+    def drop_rows(self) -> QuantizedRows:
+        """The same without the rowwise copy."""
+        return self._replace(rowwise=None, rowwise_scale=None)
+
+
+def columns_of(rows: int, groups: int) -> int:
+    """The columns of a transposed copy of so many rows, whatever the sizes of the groups are."""
+    return (rows + 127 * groups) // 128 * 128
+
+
+def row_pieces(shape: tuple[int, int], groups: int, form: Format, columnwise: bool) -> Pieces:
+    """What one copy of `QuantizedRows` consists of."""
+    rows, width = shape
+    along = columns_of(rows, groups)
+    data, scale = ((width, along), (along // 128, width)) if columnwise else (shape, (-(-width // 128), up(rows, 4)))
+    return Pieces(data, form.dtype, (groups,) if form.scaling == "tensor" else scale, dtypes.float32, 0)
+
+
+def rows_in(block: Tensor, shape: tuple[int, int], groups: int, form: Format) -> QuantizedRows:
+    """The columnwise copy that a block of `quantize_rows` begins with."""
+    parts = row_pieces(shape, groups, form, True)
+    check_room(block, parts.nbytes, form, shape)
+    return QuantizedRows(form, shape, None, None, *Copy.at(block, 0, parts)[:2], block)
+
+
 class CastKey(NamedTuple):
     """What a plan depends on of a cast: its tensors and the epsilon are run-time values."""
 

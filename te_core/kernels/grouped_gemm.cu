@@ -2,30 +2,52 @@
 //
 // a [T, ..] holds the rows of all groups, group after group; rows offsets[e] to offsets[e + 1] are those of group e.
 //   WGRAD=0, B_ROWS=0: out [T, N], the rows of e = a [T, K] b_e^T + bias_e, b_e [N, K]
-//   WGRAD=0, B_ROWS=1: out [T, N], the rows of e = a [T, K] b_e, b_e [K, N]
+//   WGRAD=0, B_ROWS=1: out [T, N], the rows of e = a [T, K] b_e, b_e [K, N] (16 bits only)
 //   WGRAD=1: out_e [M, N] (+)= a^T b over the rows of e, a [T, M], b [T, N]; of a group without rows zeros. An out_e
 //            may be missing
 // Rows of a and b are multiples of 16 bytes. Offsets may have any values: they are cut to ascending ones within T.
 //
-// As block_gemm.cu: persistent blocks in clusters of two, tiles of 128 x 256, a thread that loads, two groups of 128
-// threads that multiply 64 rows each. A step is 64 of K. The two tiles of a cluster stand above one another and share
-// b; where a group has an odd number of rows of tiles, its last row's tiles stand side by side and share a; a tile that
-// is left is computed twice and stored once. The tile of a number is found by every thread for itself, from running
-// sums that the block begins with.
-// A matrix whose columns the product contracts lies in shared memory as rows of 64 of K. One whose rows it contracts
-// (both of WGRAD, b of B_ROWS) lies as 64 rows of K by 64 columns, in boxes side by side; the rows of a box that
-// belong to the next group become zero in a and in b, so that no NaN of the next group counts.
+// FP8, by SCALES:
+//   ONE: a scale for a group of a (a_scale [groups]) and for each b_e. Of WGRAD both are [groups]
+//   TILES: a in 1 x 128 pieces, a_scale [K / 128, T up to 4]; b_e in 128 x 128 tiles, [N / 128, K / 128 up to 4]
+//   PIECES (WGRAD): a_scale [C / 128, M], b_scale [C / 128, N]
+// Of WGRAD a [M, C] and b [N, C] are transposed copies, in which each group begins at a multiple of 128 columns and is
+// followed by zeros up to the next one: C is T + 127 groups down to 128.
+// SPLIT: sums over 128 of K are added in float32. Else tensor cores add all of K, in fewer bits. Blocks are split.
 //
-// -D DTYPE=bf16|fp16 (a, b, bias)  OUT=bf16|fp16|float  WGRAD=0|1  B_ROWS=0|1  ACCUMULATE=0|1
-//    GROUPS: how many a launch takes
+// As block_gemm.cu: persistent blocks in clusters of two, tiles of 128 x 256, a thread that loads, two groups of 128
+// threads that multiply 64 rows each. A step is 128 bytes of K. The two tiles of a cluster stand above one another and
+// share b; where a group has an odd number of rows of tiles, its last row's tiles stand side by side and share a; a
+// tile that is left is computed twice and stored once. The tile of a number is found by every thread for itself, from
+// running sums that the block begins with.
+// A matrix whose columns the product contracts lies in shared memory as rows of 128 bytes of K. One whose rows it
+// contracts (16 bits: both of WGRAD, b of B_ROWS) lies as 64 rows of K by 64 columns, in boxes side by side; the rows
+// of a box that belong to the next group become zero in a and in b, so that no NaN of the next group counts.
+//
+// -D A_TYPE, B_TYPE=bf16|f16|e4m3|e5m2 (a, b)  SCALES=NONE|ONE|TILES|PIECES  SPLIT=0|1  DTYPE=bf16|fp16 (bias)
+//    OUT=bf16|fp16|float  WGRAD=0|1  B_ROWS=0|1  ACCUMULATE=0|1  GROUPS: how many a launch takes
 // architecture: sm_90a
-// compile-check: DTYPE=bf16 OUT=bf16 WGRAD=0 B_ROWS=0 ACCUMULATE=0 GROUPS=16
-// compile-check: DTYPE=fp16 OUT=fp16 WGRAD=0 B_ROWS=1 ACCUMULATE=0 GROUPS=192
-// compile-check: DTYPE=bf16 OUT=float WGRAD=1 B_ROWS=1 ACCUMULATE=1 GROUPS=64
-// compile-check: DTYPE=bf16 OUT=bf16 WGRAD=1 B_ROWS=1 ACCUMULATE=1 GROUPS=16
+// compile-check: A_TYPE=bf16 B_TYPE=bf16 SCALES=NONE SPLIT=0 DTYPE=bf16 OUT=bf16 WGRAD=0 B_ROWS=0 ACCUMULATE=0 GROUPS=16
+// compile-check: A_TYPE=f16 B_TYPE=f16 SCALES=NONE SPLIT=0 DTYPE=fp16 OUT=fp16 WGRAD=0 B_ROWS=1 ACCUMULATE=0 GROUPS=192
+// compile-check: A_TYPE=bf16 B_TYPE=bf16 SCALES=NONE SPLIT=0 DTYPE=bf16 OUT=float WGRAD=1 B_ROWS=1 ACCUMULATE=1 GROUPS=64
+// compile-check: A_TYPE=bf16 B_TYPE=bf16 SCALES=NONE SPLIT=0 DTYPE=bf16 OUT=bf16 WGRAD=1 B_ROWS=1 ACCUMULATE=1 GROUPS=16
+// compile-check: A_TYPE=e4m3 B_TYPE=e4m3 SCALES=ONE SPLIT=0 DTYPE=bf16 OUT=bf16 WGRAD=0 B_ROWS=0 ACCUMULATE=0 GROUPS=64
+// compile-check: A_TYPE=e5m2 B_TYPE=e4m3 SCALES=ONE SPLIT=1 DTYPE=fp16 OUT=fp16 WGRAD=0 B_ROWS=0 ACCUMULATE=0 GROUPS=192
+// compile-check: A_TYPE=e5m2 B_TYPE=e4m3 SCALES=ONE SPLIT=1 DTYPE=bf16 OUT=float WGRAD=1 B_ROWS=0 ACCUMULATE=1 GROUPS=64
+// compile-check: A_TYPE=e4m3 B_TYPE=e4m3 SCALES=TILES SPLIT=1 DTYPE=bf16 OUT=bf16 WGRAD=0 B_ROWS=0 ACCUMULATE=0 GROUPS=64
+// compile-check: A_TYPE=e4m3 B_TYPE=e4m3 SCALES=PIECES SPLIT=1 DTYPE=bf16 OUT=bf16 WGRAD=1 B_ROWS=0 ACCUMULATE=0 GROUPS=64
+#define NONE 0
+#define ONE 1
+#define TILES 2
+#define PIECES 3
+#if SCALES != NONE
+#include "common/fp8_product.cuh"
+#else
 #include "common/hopper.cuh"
+#endif
 
-constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4, CLUSTER = 2, THREADS = 384;
+constexpr bool FP8 = SCALES != NONE, BLOCKS = SCALES == TILES || SCALES == PIECES, PADDED = FP8 && WGRAD;
+constexpr int BM = 128, BN = 256, BK = FP8 ? 128 : 64, STAGES = 4, CLUSTER = 2, THREADS = 384;
 constexpr int BOX = 64 * 128;  // bytes of 64 rows of 128 bytes
 constexpr int BAND = 16;       // rows of clusters below one another that share b in L2
 
@@ -35,14 +57,22 @@ struct Arguments {
     OUT* out[WGRAD ? GROUPS : 1];
     const DTYPE* bias[WGRAD ? 1 : GROUPS];
     const int* offsets;  // of the first group here
+#if SCALES != NONE
+    const float* a_scale;
+    const float* b_scale[WGRAD ? 1 : GROUPS];
+    int pitch, before;  // pitch: of a's pieces; before: how many groups stand before the first one here
+#endif
     int total, m, n, k, groups;  // total: T; m: of WGRAD alone
 };
 
 struct alignas(1024) Shared {
     u8 a[STAGES][BM * 128];
     u8 b[STAGES][BN * 128];
+    float a_scale[BLOCKS ? STAGES : 1][BM + 4];
+    float b_scale[SCALES == PIECES ? STAGES : 1][BN];
     u64 full[STAGES], empty[STAGES];
     int offsets[GROUPS + 1], first[GROUPS + 1];  // first: the number of a group's first pair of tiles
+    int columns[PADDED ? GROUPS + 1 : 1];            // of the transposed copies, where a group begins
 };
 
 // Who a thread is: its block's rank in the cluster, its group (-1 loads), the first of its warp's 16 rows in a tile.
@@ -61,19 +91,22 @@ struct Work {
 
 // ---- tensor cores ------------------------------------------------------------------------------------------
 
-#define NAME_bf16 "bf16"
-#define NAME_fp16 "f16"
-#define NAME_(type) NAME_##type
-#define NAME(type) NAME_(type)
 #define KEEP64(t, i) KEEP16(t, i), KEEP16(t, i + 16), KEEP16(t, i + 32), KEEP16(t, i + 48)
+#if SCALES != NONE
+#define SHAPE "m64n256k32"
+#define TURNED ""
+#else
+#define SHAPE "m64n256k16"
+#define TURNED ", %131, %132"
+#endif
 #define STEP(a, b, adds)  \
-    "wgmma.mma_async.sync.aligned.m64n256k16.f32." NAME(DTYPE) "." NAME(DTYPE)  \
+    "wgmma.mma_async.sync.aligned." SHAPE ".f32." TEXT(A_TYPE) "." TEXT(B_TYPE)  \
     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
     "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
     "%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85," \
     "%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110," \
     "%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, " a ", " b ", " adds  \
-    ", 1, 1, %131, %132;\n"
+    ", 1, 1" TURNED ";\n"
 
 // What a warp has alike is told the compiler, which then keeps descriptors in uniform registers.
 template <bool ROWS> __device__ __forceinline__ u64 descriptor(const u8* at) {
@@ -81,9 +114,9 @@ template <bool ROWS> __device__ __forceinline__ u64 descriptor(const u8* at) {
     return u64(1) << 62 | u64(1024 >> 4) << 32 | low;
 }
 
-// sum (+)= 64 rows of a times 256 columns over 64 of K: begins.
+// sum (+)= 64 rows of a times 256 columns over a step of K: begins.
 __device__ __forceinline__ void multiply(float (&s)[128], u64 a, u64 b, int adds) {
-    constexpr int A_STEP = (WGRAD ? 16 * 128 : 32) >> 4, B_STEP = (B_ROWS ? 16 * 128 : 32) >> 4;
+    constexpr int A_STEP = (WGRAD && !FP8 ? 16 * 128 : 32) >> 4, B_STEP = (B_ROWS ? 16 * 128 : 32) >> 4;
     asm volatile("{\n.reg .pred first, yes;\n.reg .b64 a1, a2, a3, b1, b2, b3;\nsetp.ne.b32 first, %130, 0;\n"
                  "setp.eq.b32 yes, 0, 0;\n"
                  "add.s64 a1, %128, %133;\nadd.s64 a2, a1, %133;\nadd.s64 a3, a2, %133;\n"
@@ -97,6 +130,30 @@ __device__ __forceinline__ void multiply(float (&s)[128], u64 a, u64 b, int adds
 template <int PENDING> __device__ __forceinline__ void finish(float (&s)[128]) {
     asm volatile("wgmma.wait_group.sync.aligned %128;" : KEEP64(s, 0), KEEP64(s, 64) : "n"(PENDING) : "memory");
 }
+
+#if SCALES != NONE
+// sum += t, times the scales of two rows and, of pieces, of each column.
+__device__ __forceinline__ void add(float* sum, const float (&t)[HELD], float top, float low, const float* columns) {
+#pragma unroll
+    for (int j = 0; j < HELD; j += 4) {
+        const float2 c = SCALES == PIECES ? *reinterpret_cast<const float2*>(columns + 2 * j) : make_float2(1.f, 1.f);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float row = i < 2 ? top : low;
+            if (SCALES == ONE) sum[j + i] += t[j + i];
+            else sum[j + i] = fmaf(t[j + i], SCALES == PIECES ? row * (i % 2 ? c.y : c.x) : row, sum[j + i]);
+        }
+    }
+}
+
+// Group 0 before group 1, and again, so that with tiles both do not add at once.
+__device__ __forceinline__ void take_turn(int group) {
+    if constexpr (SCALES == TILES) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+}
+__device__ __forceinline__ void give_turn(int group) {
+    if constexpr (SCALES == TILES) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
+}
+#endif
 
 // Of boxes side by side, rows from `keep` on become zero; by `threads` threads, of which this is number t.
 __device__ __forceinline__ void blank(u8* boxes, int count, int keep, int t, int threads) {
@@ -117,9 +174,9 @@ template <class T> __device__ __forceinline__ float2 apart(u32 v) {
     return make_float2(to_float(two[0]), to_float(two[1]));
 }
 
-// A row's columns: 16 bytes a lane.
+// A row's columns, times `by`: 16 bytes a lane.
 template <class T>
-__device__ __forceinline__ void store(T* row, const float* sum, const DTYPE* bias, int col, int n, int lane) {
+__device__ __forceinline__ void store(T* row, const float* sum, float by, const DTYPE* bias, int col, int n, int lane) {
 #pragma unroll
     for (int j = 0; j < BN / 8; j += 4) {
         u32 v[4];
@@ -129,7 +186,7 @@ __device__ __forceinline__ void store(T* row, const float* sum, const DTYPE* bia
             float2 more = bias && c < n ? apart<DTYPE>(__ldg(reinterpret_cast<const u32*>(bias + c)))
                                         : make_float2(0.f, 0.f);
             if (ACCUMULATE && c < n && row) more = apart<T>(*reinterpret_cast<const u32*>(row + c));
-            v[i] = pair<T>(sum[4 * (j + i)] + more.x, sum[4 * (j + i) + 1] + more.y);
+            v[i] = pair<T>(fmaf(by, sum[4 * (j + i)], more.x), fmaf(by, sum[4 * (j + i) + 1], more.y));
         }
         turn(v, lane);
         const int c = col + 8 * (j + (lane & 3));
@@ -138,14 +195,15 @@ __device__ __forceinline__ void store(T* row, const float* sum, const DTYPE* bia
 }
 
 // Of two lanes side by side one takes four columns of eight, the other those of the next eight.
-__device__ __forceinline__ void store(float* row, const float* sum, const DTYPE*, int col, int n, int lane) {
+__device__ __forceinline__ void store(float* row, const float* sum, float by, const DTYPE*, int col, int n, int lane) {
     const bool odd = lane & 1;
 #pragma unroll
     for (int j = 0; j < BN / 8; j += 2) {
         const float* x = sum + 4 * j;
         const float* y = x + 4;
         const float gx = __shfl_xor_sync(~0u, odd ? x[0] : y[0], 1), gy = __shfl_xor_sync(~0u, odd ? x[1] : y[1], 1);
-        const float4 v = odd ? make_float4(gx, gy, y[0], y[1]) : make_float4(x[0], x[1], gx, gy);
+        const float4 w = odd ? make_float4(gx, gy, y[0], y[1]) : make_float4(x[0], x[1], gx, gy);
+        const float4 v = make_float4(by * w.x, by * w.y, by * w.z, by * w.w);
         const int c = col + 8 * (j + odd) + 2 * (lane & 2);
         if (c >= n || !row) continue;
         if (ACCUMULATE) {  // nothing waits for what was there; one addition an element: the same bits every time
@@ -168,7 +226,16 @@ __device__ __forceinline__ int pairs_of(int rows, int across) {
 // One warp.
 __device__ __forceinline__ void number_groups(const Arguments& args, Shared& shared) {
     const int across = (args.n + BN - 1) / BN, lane = threadIdx.x;
-    int before = 0, reached = 0;
+    int before = 0, reached = 0, columns = 0;
+#if SCALES != NONE
+    if (PADDED) {
+        for (int e0 = -args.before; e0 < 0; e0 += 32) {
+            const int e = e0 + lane;
+            const int rows = e < 0 ? max(args.offsets[min(e + 1, 0)] - args.offsets[e], 0) : 0;
+            columns += __reduce_add_sync(~0u, (rows + 127) & ~127);
+        }
+    }
+#endif
     for (int e0 = 0; e0 <= args.groups; e0 += 32) {
         const int e = e0 + lane;
         int start = min(max(e <= args.groups ? args.offsets[e] : 0, reached), args.total);
@@ -186,14 +253,20 @@ __device__ __forceinline__ void number_groups(const Arguments& args, Shared& sha
         const bool nothing = e >= args.groups || (WGRAD && !args.out[WGRAD ? e : 0]);
         const int rows = nothing ? 0 : WGRAD ? args.m : shared.offsets[e + 1] - shared.offsets[e];
         int sum = pairs_of(rows, across);
+        const int wide = e < args.groups ? (shared.offsets[e + 1] - shared.offsets[e] + 127) & ~127 : 0;
+        int end = wide;
         const int own = sum;
 #pragma unroll
         for (int o = 1; o < 32; o <<= 1) {
-            const int x = __shfl_up_sync(~0u, sum, o);
-            if (lane >= o) sum += x;
+            const int x = __shfl_up_sync(~0u, sum, o), y = PADDED ? __shfl_up_sync(~0u, end, o) : 0;
+            if (lane >= o) sum += x, end += y;
         }
         if (e < args.groups) shared.first[e] = before + sum - own, shared.first[e + 1] = before + sum;
         before += __shfl_sync(~0u, sum, 31);
+        if (PADDED) {
+            if (e < args.groups) shared.columns[e] = columns + end - wide;
+            columns += __shfl_sync(~0u, end, 31);
+        }
     }
 }
 
@@ -223,14 +296,15 @@ __device__ __forceinline__ bool find(const Arguments& args, const Shared& shared
     }
     w.m = (m + 2 * BAND * band) * BM + (WGRAD ? 0 : from), w.n = n * BN;
     w.end = WGRAD ? args.m : to, w.from = WGRAD ? from : 0, w.to = WGRAD ? to : args.k;
+    if (PADDED) w.from = shared.columns[w.e], w.to = w.from + to - from;
     w.steps = (w.to - w.from + BK - 1) / BK;
     return true;
 }
 
-// Box i of a tile of a matrix, whose first row or column is `at`: 64 rows by 64 of K, or 64 of K by 64 columns.
+// Box i of a tile of a matrix, whose first row or column is `at`: 64 rows by 128 bytes of K, or 64 of K by 64 columns.
 template <bool ROWS>
 __device__ __forceinline__ void load_box(u8* to, const Map& map, int at, int k, int i, bool both, u64& full) {
-    const int x = 2 * (ROWS ? at + 64 * i : k), y = ROWS ? k : at + 64 * i;
+    const int x = (FP8 ? 1 : 2) * (ROWS ? at + 64 * i : k), y = ROWS ? k : at + 64 * i;
     if (both) {
         load_for_both(to + i * BOX, map, x, y, full);
     } else {
@@ -244,29 +318,99 @@ __device__ __forceinline__ void produce(const Arguments& args, Shared& shared, c
     Work w = {};
     for (int number = blockIdx.x / CLUSTER; find(args, shared, number, at.rank, w); number += gridDim.x / CLUSTER) {
         const Map& b = args.b[WGRAD ? 0 : w.e];
+#if SCALES != NONE
+        // A row of pieces is copied from a multiple of 16 bytes on.
+        const int left = SCALES == TILES ? w.m & ~3 : w.m, width = SCALES == TILES ? args.pitch : args.m;
+        const u32 rows = BLOCKS ? 4 * min(SCALES == TILES ? BM + 4 : BM, width - left) : 0;
+        const u32 cols = SCALES == PIECES ? 4 * min(BN, args.n - w.n) : 0;
+#else
+        constexpr u32 rows = 0, cols = 0;
+#endif
         for (int step = 0; step < w.steps; ++step) {
             u64& full = shared.full[stage];
             wait(shared.empty[stage], parity);
-            expect(full, (BM + BN) * 128);
+            expect(full, (BM + BN) * 128 + rows + cols);
             const int k = w.from + step * BK;
             for (int i = 0; i < BM / 64; ++i) {
-                if (w.share != A || i == at.rank) load_box<WGRAD>(shared.a[stage], args.a, w.m, k, i, w.share == A, full);
+                if (w.share != A || i == at.rank) load_box<WGRAD && !FP8>(shared.a[stage], args.a, w.m, k, i, w.share == A, full);
             }
             for (int i = 0; i < BN / 64; ++i) {
                 if (w.share != B || i / 2 == at.rank) load_box<B_ROWS>(shared.b[stage], b, w.n, k, i, w.share == B, full);
             }
+#if SCALES != NONE
+            const i64 at_k = k / BK;
+            float *a_scale = shared.a_scale[BLOCKS ? stage : 0], *b_scale = shared.b_scale[SCALES == PIECES ? stage : 0];
+            if (rows) load_floats(a_scale, args.a_scale + at_k * width + left, rows, full);
+            if (cols) load_floats(b_scale, args.b_scale[0] + at_k * args.n + w.n, cols, full);
+#endif
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
 }
 
 __device__ __forceinline__ void consume(const Arguments& args, Shared& shared, const Place& at) {
-    const int lane = at.lane, group = at.group, t = threadIdx.x % 128;
+    const int lane = at.lane, group = at.group;
     int stage = 0;
     u32 parity = 0;
     Work w = {};
     float sum[BN / 2];
+#if SCALES != NONE && SPLIT
+    float t[2][HELD];
+#pragma unroll
+    for (int i = 0; i < 2 * HELD; ++i) t[i / HELD][i % HELD] = 0.f;
+    if (group == 1) give_turn(1);
+#endif
     for (int number = blockIdx.x / CLUSTER; find(args, shared, number, at.rank, w); number += gridDim.x / CLUSTER) {
+        float by = 1.f;
+#if SCALES == ONE
+        if (w.steps) by = args.a_scale[w.e] * (WGRAD ? args.b_scale[0][w.e] : *args.b_scale[WGRAD ? 0 : w.e]);
+#endif
+#if SCALES != NONE && SPLIT
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) sum[i] = 0.f;
+        const int wide = (w.steps + 3) & ~3, last = (args.n - 1) / 128;
+        const float *left = args.b_scale[WGRAD ? 0 : w.e], *right = left;
+        if (SCALES == TILES) left += i64(w.n / 128) * wide, right += i64(min(w.n / 128 + 1, last)) * wide;
+        float next[2] = {SCALES == TILES ? __ldg(left) : 1.f, SCALES == TILES ? __ldg(right) : 1.f};
+        for (int i = 0; i < w.steps; ++i) {
+            const float now[2] = {next[0], next[1]};
+            if (SCALES == TILES) {  // on their way for a whole round
+                next[0] = __ldg(left + min(i + 1, w.steps - 1));
+                next[1] = __ldg(right + min(i + 1, w.steps - 1));
+            }
+            wait(shared.full[stage], parity);
+            const u64 b = descriptor<false>(shared.b[stage]);
+            u32 a[16];
+            fetch_rows(a, shared.a[stage] + at.row * 128, lane);
+            float top = 1.f, low = 1.f;
+            if (BLOCKS) {
+                const float* rows = shared.a_scale[stage] + at.row + lane / 4 + (SCALES == TILES ? w.m & 3 : 0);
+                top = rows[0], low = rows[8];
+            }
+            const float* columns = shared.b_scale[SCALES == PIECES ? stage : 0] + 2 * (lane & 3);
+            take_turn(group);
+            multiply(t[0], a, b);
+#pragma unroll
+            for (int p = 0; p < BN / NI; ++p) {
+                constexpr int LAST = BN / NI - 1;
+                if (p < LAST) multiply(t[(p + 1) % 2], a, b + (p + 1) * (NI * 128 / 16));
+                if (p == LAST - 1) give_turn(group);
+                if (p < LAST) {
+                    finish<1>(t[p % 2]);
+                } else {
+                    finish<0>(t[p % 2]);
+                    if (SCALES != PIECES && lane < CLUSTER) arrive(shared.empty[stage], lane);
+                }
+                const float tile = now[p * NI / 128];
+                add(sum + p * HELD, t[p % 2], top * tile, low * tile, columns + p * NI);
+            }
+            if (SCALES == PIECES) {  // the columns' scales have been read by now
+                __syncwarp();
+                if (lane < CLUSTER) arrive(shared.empty[stage], lane);
+            }
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+#else
         if (w.steps == 0) {
 #pragma unroll
             for (int i = 0; i < BN / 2; ++i) sum[i] = 0.f;
@@ -275,24 +419,25 @@ __device__ __forceinline__ void consume(const Arguments& args, Shared& shared, c
             wait(shared.full[stage], parity);
             u8 *a = shared.a[stage] + group * BOX, *b = shared.b[stage];
             const int keep = w.to - w.from - i * BK;
-            if (WGRAD && keep < BK) {
-                blank(a, 1, keep, t, 128);
-                blank(b + 2 * group * BOX, 2, keep, t, 128);
+            if (WGRAD && !FP8 && keep < BK) {
+                blank(a, 1, keep, threadIdx.x % 128, 128);
+                blank(b + 2 * group * BOX, 2, keep, threadIdx.x % 128, 128);
                 asm volatile("fence.proxy.async.shared::cta;\nbar.sync 1, 256;" ::: "memory");
             }
-            multiply(sum, descriptor<WGRAD>(a), descriptor<B_ROWS>(b), i);
+            multiply(sum, descriptor<WGRAD && !FP8>(a), descriptor<B_ROWS>(b), i);
             finish<1>(sum);
             if (i && lane < CLUSTER) arrive(shared.empty[(stage + STAGES - 1) % STAGES], lane);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         finish<0>(sum);
         if (w.steps && lane < CLUSTER) arrive(shared.empty[(stage + STAGES - 1) % STAGES], lane);
+#endif
         if (!w.stored || (ACCUMULATE && w.steps == 0)) continue;
         const int row = w.m + at.row + lane / 4;
         OUT* out = args.out[WGRAD ? w.e : 0] + i64(row) * args.n;
         const DTYPE* bias = WGRAD ? nullptr : args.bias[w.e];
-        store(row < w.end ? out : nullptr, sum, bias, w.n, args.n, lane);
-        store(row + 8 < w.end ? out + 8 * i64(args.n) : nullptr, sum + 2, bias, w.n, args.n, lane);
+        store(row < w.end ? out : nullptr, sum, by, bias, w.n, args.n, lane);
+        store(row + 8 < w.end ? out + 8 * i64(args.n) : nullptr, sum + 2, by, bias, w.n, args.n, lane);
     }
 }
 

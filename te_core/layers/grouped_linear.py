@@ -4,8 +4,9 @@ x [T, K] holds the rows of all groups, one group after the other; y [T, N] likew
 in every respect (its scales, its gradients), so the result is that of `num_gemms` separate ones; what is shared is the
 launches: one quantizes all groups of x, one all weights, one all groups of dy. The rows of the groups are an argument
 of the call and no part of the spec: they change with every step. Where the host knows them, a group is a product of its
-own, with the bits of a linear. In high precision running sums on the device are enough, of which the host knows
-nothing: each product is then one step for all groups, where the device has such (`takes_offsets`).
+own, with the bits of a linear. Where the device has products that read running sums (`takes_offsets`), the host need
+not know them: each product, and each cast of rows, is then one step for all groups. So it is in high precision, and
+with a scale for each group or for blocks (`GroupedSpec.formats`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from te_core.layers.product import (
     LinearSpec,
     Product,
     Sink,
+    backward_weight,
     gradient_dtype,
     gradient_operand,
     input_operand,
@@ -40,7 +42,7 @@ from te_core.ops.quantize_grouped import bounds_of, groups_in
 from te_core.precision import Operand, Precision
 from te_core.quantize.operands import Uses, Value, dense, flattened, is_plain_rule
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
-from te_core.quantized import QuantizedTensor
+from te_core.quantized import Format, QuantizedRows, QuantizedTensor, rows_in
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -57,6 +59,8 @@ class GroupedSpec:
     shared: Precision | None = field(init=False, repr=False, compare=False)
     #: Whether nothing is quantized, and nobody looks at a group alone.
     plain: bool = field(init=False, repr=False, compare=False)
+    #: Formats of the operands of fprop, dgrad and wgrad, where all are quantized as `ops.quantize_rows` can.
+    formats: tuple[tuple[Format, Format], ...] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if any(p.turned for p in self.parts):
@@ -66,11 +70,28 @@ class GroupedSpec:
         alike = all(p.precision is first and p.inspect is None for p in self.parts)
         object.__setattr__(self, "shared", first if alike else None)
         object.__setattr__(self, "plain", alike and first is None)
+        object.__setattr__(self, "formats", _formats(self.shared))
+
+    @property
+    def by_offsets(self) -> bool:
+        """Whether its products can read the sizes on a device that has such."""
+        return self.plain or self.formats is not None
 
     @property
     def dtype(self) -> DType:
         """Of activations."""
         return self.parts[0].dtype
+
+
+def _formats(precision: Precision | None) -> tuple[tuple[Format, Format], ...] | None:
+    if precision is None or precision.backward is not None or precision.check_finite:
+        return None
+    x, w, dy = precision.input, precision.weight, precision.grad
+    if x is None or w is None or dy is None or not all(is_plain_rule(rule) for rule in (x, w, dy)):
+        return None
+    pairs = (x.format, w.format), (dy.format, w.format), (dy.format, x.format)
+    alike = all(a.scaling == b.scaling in ("tensor", "block") and not a.tiled for a, b in pairs)
+    return pairs if alike and w.format.tiled == (w.format.scaling == "block") and not x.format.tiled else None
 
 
 class Sizes:
@@ -164,16 +185,18 @@ def forward(
     width = weights[0].shape[0]  # type: ignore[union-attr]
     out = splits.out if splits.out is not None else rt.empty((*leading, width), spec.dtype)
     if _on_device(spec, splits, weights):
+        rows, matrices, saved = _device_operands(rt, x, inputs, spec, scales, splits, ready, rowwise=True)
         used = biases if any(b is not None for b in biases) else None
-        ops.gemm_grouped(rt, x2, weights, out.matrix(), splits.offsets, trans_b=True, bias=used)  # type: ignore[arg-type]
-        return (out,), kept(rt, x, *inputs, spec=spec, splits=splits)
+        options: Any = {"trans_b": True, "bias": used} | _of_product(spec, "fprop")
+        ops.gemm_grouped(rt, rows, matrices, out.matrix(), splits.offsets, **options)
+        return (out,), saved
     splits = splits.read(rt)
     _check_groups(spec, splits, x)
     each = products(spec.parts, scales, inspectors)
     xs, ws, saved = _operands(rt, x, inputs, spec, each, splits, ready)
     if spec.plain or spec.shared is not None:
         left, right = [uses.rows for _, uses in xs], [uses.rows for _, uses in ws]
-        options: Any = {"bias": biases} | (spec.shared.of_product("fprop") if spec.shared is not None else {})
+        options = {"bias": biases} | _of_product(spec, "fprop")
         ops.gemm_grouped(rt, left, right, out.matrix(), sizes=splits.sizes, trans_b=True, **options)
     else:
         _each(rt, out, splits, lambda i, y: each[i].fprop(rt, xs[i], ws[i], y, biases[i]))  # type: ignore[arg-type]
@@ -191,14 +214,68 @@ def kept(
     ready: Sequence[QuantizedTensor | None] | None = None,
 ) -> GroupedSaved:
     """What `forward` with these arguments saves, without its products."""
-    n = len(spec.parts)
-    if _on_device(spec, splits, inputs[:n]):
-        wanted, used = any(p.needs.weight for p in spec.parts), any(any(p.needs) for p in spec.parts)
-        nothing: list[Value | None] = [None] * n
-        own, rng, weights = flattened(x)[1] if wanted else None, inputs[2 * n], inputs[:n]
-        return GroupedSaved(rng if used else None, own, *nothing[1:], *(weights if used else nothing), *nothing)
+    if _on_device(spec, splits, inputs[: len(spec.parts)]):
+        return _device_operands(rt, x, inputs, spec, scales, splits, ready, rowwise=False)[2]
     splits = splits.read(rt)
     return _operands(rt, x, inputs, spec, products(spec.parts, scales, inspectors), splits, ready)[2]
+
+
+def _of_product(spec: GroupedSpec, gemm: str) -> dict[str, Any]:
+    """What the products of all groups are told."""
+    return {} if spec.shared is None else spec.shared.of_product(gemm)
+
+
+def _device_operands(
+    rt: Runtime,
+    x: Tensor,
+    inputs: Sequence[Value | None],
+    spec: GroupedSpec,
+    scales: Scales | None,
+    splits: Groups,
+    ready: Sequence[QuantizedTensor | None] | None,
+    rowwise: bool,
+) -> tuple[Tensor | QuantizedRows, list[Any], GroupedSaved]:
+    """(x and the weights as the products read them where the device knows the sizes, what is saved)."""
+    n = len(spec.parts)
+    wanted, used = any(p.needs.weight for p in spec.parts), any(any(p.needs) for p in spec.parts)
+    weights, rng, own = inputs[:n], inputs[2 * n], flattened(x)[1]
+    assert isinstance(own, Tensor) and splits.offsets is not None
+    rows: Tensor | QuantizedRows = own
+    matrices, block, kept_w = list(weights), own if wanted else None, [None] * n
+    if not spec.plain:
+        each = products(spec.parts, scales, None)
+        rule, again = spec.shared.input, spec.parts[0].again  # type: ignore[union-attr]
+        assert rule is not None
+        if rowwise or (wanted and not again):
+            columnwise = wanted and not again
+            casts = [forward_cast(rule, p.scales, p.gemm, INPUT, rowwise=rowwise, columnwise=columnwise) for p in each]
+            rows = ops.quantize_rows(rt, own, splits.offsets, casts)
+            block = rows.block if columnwise else block
+        ws = _weights(rt, weights, spec, each, ready)
+        matrices = [uses.rows for _, uses in ws]
+        kept_w = [p.kept_weight(w) for p, w in zip(each, ws, strict=True)]  # type: ignore[misc]
+    saved = GroupedSaved(
+        rng if used else None, block, *[None] * (n - 1), *(weights if used else [None] * n), *kept_w
+    )  # fmt: skip
+    return rows, matrices, saved
+
+
+def _weights(
+    rt: Runtime,
+    weights: Sequence[Value | None],
+    spec: GroupedSpec,
+    each: Sequence[Product],
+    ready: Sequence[QuantizedTensor | None] | None,
+) -> list[Made]:
+    """The weight of each group as its products read it: those of empty groups too, whose maxima count."""
+    rule, override = _shared_rule(spec, "weight")
+    if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready or ()):
+        columnwise = spec.parts[0].needs.input and override is None
+        casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in each]
+        qs = ops.quantize_many(rt, weights, casts)  # type: ignore[arg-type]
+        return [(w, Uses(q, q, None)) for w, q in zip(weights, qs, strict=True)]  # type: ignore[misc]
+    operands = zip(each, weights, ready or [None] * len(each), strict=True)
+    return [(w, weight_operand(rt, w, p, r)) for p, w, r in operands]  # type: ignore[arg-type, misc]
 
 
 def _operands(
@@ -216,16 +293,7 @@ def _operands(
     _, x2 = flattened(x)
     assert isinstance(x2, Tensor)
     xs, whole = _inputs(rt, x2, spec, each, splits)
-    rule, override = _shared_rule(spec, "weight")
-    ws: list[Made]  # those of empty groups too, whose maxima count
-    if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready or ()):
-        columnwise = spec.parts[0].needs.input and override is None
-        casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in each]
-        qs = ops.quantize_many(rt, weights, casts)  # type: ignore[arg-type]
-        ws = [(w, Uses(q, q, None)) for w, q in zip(weights, qs, strict=True)]  # type: ignore[misc]
-    else:
-        operands = zip(each, weights, ready or [None] * n, strict=True)
-        ws = [(w, weight_operand(rt, w, p, r)) for p, w, r in operands]  # type: ignore[arg-type, misc]
+    ws = _weights(rt, weights, spec, each, ready)
     kept_x: list[Tensor | None] = []
     kept_w: list[Tensor | None] = []
     for product, a, b, rows in zip(each, xs, ws, splits.sizes, strict=True):
@@ -259,7 +327,7 @@ def backward(
     leading, dy2 = flattened(dy)
     dy2 = dense(rt, dy2, spec.dtype)
     if _on_device(spec, splits, weights):
-        return _backward_on_device(rt, dy2, kept[0], weights, each, splits, leading)
+        return _backward_on_device(rt, dy2, (rng, kept[0], weights, ws), spec, each, splits, leading)
     splits = splits.read(rt)
     _check_groups(spec, splits, dy2)
     dbs = [product.bias_gradient(rt, w) for product, w in zip(each, weights, strict=True)]
@@ -285,29 +353,50 @@ def backward(
 
 def _on_device(spec: GroupedSpec, splits: Groups, weights: Sequence[Value | None]) -> bool:
     """Whether products read the sizes on the device."""
-    return splits.known is None and spec.plain and all(type(w) is Tensor for w in weights)
+    return splits.known is None and (
+        spec.formats is not None or (spec.plain and all(type(w) is Tensor for w in weights))
+    )
 
 
 def _backward_on_device(
     rt: Runtime,
     dy: Tensor,
-    x: Tensor | None,
-    weights: Sequence[Value],
+    saved: tuple[Any, Tensor | None, Sequence[Value], Sequence[Tensor | None]],
+    spec: GroupedSpec,
     each: Sequence[Product],
     splits: Groups,
     leading: tuple[int, ...],
 ) -> tuple[Tensor | None, ...]:
     """`backward`, a launch for all groups each. Gradients of weights that go elsewhere are launches of their own kind:
     those that are added to, and those of another dtype."""
-    first, offsets = each[0].spec, splits.offsets
+    (rng, block, weights, ws), first, offsets = saved, each[0].spec, splits.offsets
     assert offsets is not None
-    x = None if x is None else x.matrix()  # an adapter saves its caller's tensor, in his shape
+    # An adapter saves its caller's tensor, in his shape.
+    x: Any = None if block is None or block.dtype is dtypes.uint8 else block.matrix()
+    g: Any = dy
+    wanted, matrices = any(p.needs.weight for p in spec.parts), list(weights)
+    if not spec.plain and (wanted or first.needs.input):
+        rule, grad = spec.shared.input, spec.shared.grad  # type: ignore[union-attr]
+        assert rule is not None and grad is not None
+        casts = [
+            backward_cast(grad, p.scales, p.gemm, rowwise=first.needs.input, columnwise=wanted, rng=rng) for p in each
+        ]
+        g = ops.quantize_rows(rt, dy, offsets, casts)
+        if x is not None:
+            cast = forward_cast(rule, None, 0, INPUT, rowwise=False, columnwise=True)
+            x = ops.quantize_rows(rt, x, offsets, [cast] * len(each))
+        elif block is not None:
+            x = rows_in(block, (dy.shape[0], weights[0].shape[1]), len(each), rule.format)
     dx = None
     if first.needs.input:
+        if not spec.plain:
+            matrices = [backward_weight(rt, kept, w, first) for kept, w in zip(ws, weights, strict=True)]
         dx = splits.dx if splits.dx is not None else rt.empty((*leading, weights[0].shape[1]), first.dtype)
-        ops.gemm_grouped(rt, dy, weights, dx.matrix(), offsets)
+        ops.gemm_grouped(rt, g, matrices, dx.matrix(), offsets, **_of_product(spec, "dgrad"))
+        g = g if spec.plain else g.drop_rows()
     dbs = [product.bias_gradient(rt, w) for product, w in zip(each, weights, strict=True)]
     ops.group_sums(rt, dy, offsets, dbs)
+    rules = _of_product(spec, "wgrad")
     dws: list[Tensor | None] = [None] * len(each)
     together: dict[tuple[bool, DType], list[Tensor | None]] = {}
     for i, (product, w) in enumerate(zip(each, weights, strict=True)):
@@ -318,23 +407,32 @@ def _backward_on_device(
         if main is None and (sink is None or sink.queue is None):
             main = dws[i] = rt.empty(w.shape, dtype if dtype is first.dtype else dtypes.float32)
         if sink is not None and sink.queue is not None:
-            sink.queue.append(partial(_one_weight, dy=dy, x=x, offsets=offsets, at=(i, len(each)), like=w, sink=sink))
+            later = partial(_one_weight, dy=g, x=x, offsets=offsets, at=(i, len(each)), rules=rules, like=w, sink=sink)
+            sink.queue.append(later)
         elif main is not None:
             key = sink is not None and sink.accumulate, main.dtype
             together.setdefault(key, [None] * len(each))[i] = main
     for (accumulate, _), outs in together.items():
-        ops.gemm_grouped(rt, dy, x, outs, offsets, trans_a=True, accumulate=accumulate)  # type: ignore[arg-type]
+        ops.gemm_grouped(rt, g, x, outs, offsets, trans_a=True, accumulate=accumulate, **rules)
     return dx, *dws, *dbs
 
 
 def _one_weight(
-    rt: Runtime, *, dy: Tensor, x: Tensor | None, offsets: Tensor, at: tuple[int, int], like: Value, sink: Sink
+    rt: Runtime,
+    *,
+    dy: Any,
+    x: Any,
+    offsets: Tensor,
+    at: tuple[int, int],
+    rules: dict[str, Any],
+    like: Value,
+    sink: Sink,
 ) -> Tensor | None:
     """The gradient of one group's weight, when its queue comes to it."""
     outs: list[Tensor | None] = [None] * at[1]
     outs[at[0]] = rt.empty(like.shape, like.dtype) if sink.main is None else sink.main
     adds = sink.main is not None and sink.accumulate
-    ops.gemm_grouped(rt, dy, x, outs, offsets, trans_a=True, accumulate=adds)  # type: ignore[arg-type]
+    ops.gemm_grouped(rt, dy, x, outs, offsets, trans_a=True, accumulate=adds, **rules)
     return outs[at[0]] if sink.main is None else None
 
 

@@ -140,6 +140,12 @@ class Product(NamedTuple):
         itself = isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None
         return saved(kept_x, spec.needs.weight), None if itself else saved(kept_w, spec.needs.input)
 
+    def kept_weight(self, w: Made) -> Tensor | None:
+        """w as dgrad reads it, of a product that nobody inspects and whose backward is quantized."""
+        found = w[1].columns
+        itself = isinstance(found, QuantizedTensor) and found.owner is not None
+        return None if itself else saved(found, self.spec.needs.input)
+
     def kept_input(self, x: Made) -> Tensor | None:
         """x as backward reads it, of a product that nobody inspects."""
         precision, (high, uses) = self.spec.precision, x

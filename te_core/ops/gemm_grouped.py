@@ -2,9 +2,9 @@
 
 The rows of all groups lie in one tensor, one group after the other; `offsets` says where each begins: running sums,
 int32 [groups + 1], in device memory, where a kernel reads what the host never knew. On Hopper bfloat16 and float16
-take one launch for all groups. Everything else is a loop of `gemm` or `gemm_quantized`, which needs the numbers on the
-host: `sizes`, where the caller has them; else it waits for the device. On a CPU a recorded loop of plain tensors reads
-the offsets in each replay.
+take one launch for all groups, and so does FP8, with rows of `quantize_rows` and matrices of `quantize_many`.
+Everything else is a loop of `gemm` or `gemm_quantized`, which needs the numbers on the host: `sizes`, where the caller
+has them; else it waits for the device. On a CPU a recorded loop reads the offsets in each replay.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from typing import Any
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
 from te_core.ops.declare import operation
 from te_core.ops.gemm import gemm
 from te_core.ops.gemm_quantized import gemm_quantized
 from te_core.ops.quantize import dense_columns
 from te_core.ops.quantize_grouped import bounds_of
-from te_core.quantized import QuantizedTensor
+from te_core.quantized import Copy, Format, QuantizedRows, QuantizedTensor, pieces_of
 from te_core.runtime import Runtime
 from te_core.tensor import CPU, META, Tensor
 
-Rows = Tensor | Sequence[Tensor | QuantizedTensor]  # of all groups, or of each; `quantize_grouped` gives the latter
+#: Of all groups, or of each; `quantize_grouped` gives the latter, `quantize_rows` the last.
+Rows = Tensor | Sequence[Tensor | QuantizedTensor] | QuantizedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,14 @@ class GroupedGemmSpec:
     k: int  # without trans_a the columns of a; else 0
     trans_a: bool
     trans_b: bool
-    dtype: DType  # of a, b, bias
+    dtype: DType  # of a, b, bias; of FP8 operands the bias's
     out: DType
     accumulate: bool
     alignment: int = 16  # the largest power of two up to 16 that divides every address
+    formats: tuple[Format, Format] | None = None  # of a and b, where both are quantized
+    split: bool = False  # FP8 sums are promoted on the way
+    emulate: bool = False
+    strict: bool = False
 
 
 @operation("""
@@ -115,8 +120,9 @@ def gemm_grouped(
     Without `trans_a` the rows of a [T, K] are the groups', b is a matrix for each group, and out is [T, N]. With it a
     [T, M] and b [T, N] both hold rows of the groups, which the product contracts, and out is a matrix [M, N] for each
     group; that of an empty group is zero. Quantized operands are read by the copy along the contraction; one that meets
-    a plain one is dequantized. The last four are as `gemm_quantized` and `gemm` have them. One of `offsets` and `sizes`
-    has to be given.
+    a plain one is dequantized. Rows of `quantize_rows` meet quantized matrices or, with trans_a, one another; then
+    `offsets` has to be given, and a bias has the dtype of out. The last four are as `gemm_quantized` and `gemm` have
+    them. One of `offsets` and `sizes` has to be given.
     """
     op = "gemm_grouped"
     matrices = out if trans_a else b
@@ -133,12 +139,81 @@ def gemm_grouped(
             _check.matrix(op, name, t)
     if offsets is not None:
         _check.vector(op, rt.device, "offsets", offsets, groups + 1, (dtypes.int32,))
+    if isinstance(a, QuantizedRows):
+        rules = {"accumulate": accumulate, "split": split_accumulator, "emulate": emulate, "strict": strict}
+        _quantized(rt, a, (b, out, bias), offsets, trans_a, trans_b, rules)
+        return
+    if offsets is not None:
         plan, each = _plan_of(rt, (a, b, out, bias), offsets, trans_a, trans_b, accumulate)
         if plan is not None:
             plan.run(rt, a, *each)
             return
     options = {"accumulate": accumulate, "split_accumulator": split_accumulator, "emulate": emulate, "strict": strict}
     _loop(rt, (a, b, out, bias), _sizes(op, rt, groups, offsets, sizes), trans_a, trans_b, options)
+
+
+def _quantized(
+    rt: Runtime,
+    a: QuantizedRows,
+    others: tuple[Any, ...],
+    offsets: Tensor | None,
+    trans_a: bool,
+    trans_b: bool,
+    rules: dict[str, bool],
+) -> None:
+    """The product of rows whose sizes the device knows."""
+    op, (b, out, bias), (rows, width) = "gemm_grouped", others, a.shape
+    matrices = out if trans_a else b
+    groups, given = len(matrices), [t for t in matrices if t is not None]
+    kind = QuantizedRows if trans_a else QuantizedTensor
+    if offsets is None or not given or not all(isinstance(t, kind) for t in ([b] if trans_a else given)):
+        got = f"rows of quantize_rows beside {type(b).__name__}, offsets {offsets!r}"
+        allowed = "offsets, and quantized matrices (with trans_a: rows of quantize_rows as b)"
+        raise ArgumentError(op, got, allowed, "quantize both operands")
+    written = [t for t in (out if trans_a else [out]) if t is not None]
+    first = b if trans_a else given[0]
+    if trans_a:
+        sizes, wanted, (m, n, k) = written[0].shape, (width, b.shape[1]), (width, b.shape[1], 0)
+        alike = b.shape[0] == rows and a.columnwise is not None and b.columnwise is not None
+    else:
+        n, k = given[0].shape if trans_b else given[0].shape[::-1]
+        sizes, wanted, m = out.shape, (rows, n), 0
+        copies = [t.rowwise if trans_b else t.columnwise for t in given]
+        alike = k == width and len(given) == groups and a.rowwise is not None and None not in copies
+        alike = alike and all(t.shape == given[0].shape and t.format is first.format for t in given)
+    vectors = [] if bias is None else [t for t in bias if t is not None]
+    alike = alike and tuple(sizes) == wanted and all(t.shape == tuple(sizes) for t in written)
+    alike = alike and all(t.shape == (n,) and t.dtype is out.dtype for t in vectors)
+    if not alike or len({t.dtype for t in written}) > 1 or not all(t.is_contiguous for t in (*written, *vectors)):
+        got = f"rows {a.shape}, {first.shape} and out {tuple(sizes)}, trans_a={trans_a}, trans_b={trans_b}"
+        allowed = "shapes that fit, with the copies along the contraction, of one dtype and dense"
+        raise ArgumentError(op, got, allowed, "correct the operands")
+    for t in written:
+        _check.on_device(op, rt.device, t)
+        _check.written(op, "out", t)
+    if not rows:
+        for t in written if not rules["accumulate"] else ():
+            rt.backend.zero(rt, t)
+        return
+    if trans_a:
+        left, right, left_scale, right_scale = a.columnwise, [b.columnwise], a.columnwise_scale, [b.columnwise_scale]
+    else:
+        left, left_scale = a.rowwise, a.rowwise_scale
+        right = [t.rowwise if trans_b else t.columnwise for t in given]
+        right_scale = [t.rowwise_scale if trans_b else t.columnwise_scale for t in given]
+    bits = reduce(or_, [t.ptr for t in (left, *right, *written, *vectors)], 16)
+    dtype = written[0].dtype if written[0].dtype is not dtypes.float32 else dtypes.bfloat16
+    spec = GroupedGemmSpec(
+        groups, rows, m, n, k, trans_a, trans_b, dtype, written[0].dtype, rules["accumulate"], bits & -bits,
+        (a.format, first.format), rules["split"], rules["emulate"], rules["strict"],
+    )  # fmt: skip
+    plan = rt.plans.find(rt, _plan, spec)
+    if plan is None:
+        allowed = "what takes_offsets allows: Hopper, 16-bit results, sides that are multiples of 16"
+        do = "quantize with quantize_grouped, and say sizes"
+        raise UnsupportedError(op, f"rows of quantize_rows with {spec}", allowed, do)
+    outs, biases = out if trans_a else [out], [None] * groups if bias is None else bias
+    plan.run(rt, left, right, outs, offsets, biases, (left_scale, right_scale))
 
 
 def _loop(
@@ -207,32 +282,84 @@ class LoopPlan:
         out: Sequence[Tensor | None],
         offsets: Tensor,
         bias: Sequence[Tensor | None],
+        scales: tuple[Tensor, Sequence[Tensor]] | None = None,
     ) -> None:
         """As a launch has it: of several matrices (b; with trans_a out) and biases there is one a group."""
         spec = self.spec
         if rt.recorder is not None:
             what = f"gemm_grouped {spec.groups} x {spec.m or spec.rows} x {spec.n} x {spec.k or spec.rows} {spec.dtype}"
-            rt.recorder.add_call(self.run, (a, tuple(b), tuple(out), offsets, tuple(bias)), what)
+            rt.recorder.add_call(self.run, (a, tuple(b), tuple(out), offsets, tuple(bias), scales), what)
             return
         sizes = _sizes("gemm_grouped", rt, spec.groups, offsets, None)
         last = sum(sizes)  # rows behind it are nobody's
-        got, allowed = f"groups of {sizes}, {last} rows, of {a.shape[0]}", "rows that there are"
-        _check.require(last <= a.shape[0], "gemm_grouped", got, allowed, "correct the offsets")
+        got, allowed = f"groups of {sizes}, {last} rows, of {spec.rows}", "rows that there are"
+        _check.require(last <= spec.rows, "gemm_grouped", got, allowed, "correct the offsets")
+        if scales is not None:
+            self._run_quantized(rt, (a, b, out, bias), scales, sizes)
+            return
         whole = [t.rows(0, last) for t in (a, b[0] if spec.trans_a else out[0]) if t is not None]
         operands = (*whole, out, None) if spec.trans_a else (whole[0], b, whole[1], bias)
         _loop(rt, operands, sizes, spec.trans_a, spec.trans_b, {"accumulate": spec.accumulate})
 
+    def _run_quantized(
+        self, rt: Runtime, operands: tuple[Any, ...], scales: tuple[Any, Any], sizes: Sequence[int]
+    ) -> None:
+        """The loop over groups as `quantize_grouped` has them, made of what `quantize_rows` left."""
+        spec, (a, b, out, bias) = self.spec, operands
+        assert spec.formats is not None
 
-def takes_offsets(rt: Runtime, dtype: DType, n: int, k: int, groups: int) -> bool:
-    """Whether the products of linears [n, k] of so many groups, forward and backward, take the sizes as a tensor."""
-    able: bool = rt.plans.find(rt, _all_three, (dtype, n, k, groups))
+        def groups_of(data: Tensor, scale: Tensor, width: int, form: Format) -> list[QuantizedTensor]:
+            found, column = [], 0
+            for e, (start, stop) in enumerate(bounds_of(sizes)):
+                m = stop - start
+                parts = pieces_of(rt.device, form, (m, width), spec.trans_a)
+                copy = Copy.at(rt.zeros((parts.nbytes,), dtypes.uint8), 0, parts)
+                values, at = (data.numpy()[:, column : column + m] if spec.trans_a else data.numpy()[start:stop]), scale
+                copy.data.numpy()[: values.shape[0], : values.shape[1]] = values
+                if form.scaling == "tensor":
+                    copy.scale.numpy()[0] = at.numpy()[e]
+                elif spec.trans_a:
+                    copy.scale.numpy()[...] = at.numpy()[column // 128 :][: copy.scale.shape[0]]
+                else:
+                    copy.scale.numpy()[:, :m] = at.numpy()[:, start:stop]
+                found.append(QuantizedTensor(form, (m, width), *(None, copy) if spec.trans_a else (copy, None)))
+                column += (m + 127) // 128 * 128
+            return found
+
+        left = groups_of(a, scales[0], spec.m if spec.trans_a else spec.k, spec.formats[0])
+        if spec.trans_a:
+            right, results = groups_of(b[0], scales[1][0], spec.n, spec.formats[1]), out
+        else:
+            shape, results = (spec.n, spec.k) if spec.trans_b else (spec.k, spec.n), out[0].rows(0, sum(sizes))
+            copies = [Copy(data, scale, None) for data, scale in zip(b, scales[1], strict=True)]
+            pairs = [(c, None) if spec.trans_b else (None, c) for c in copies]
+            right = [QuantizedTensor(spec.formats[1], shape, *pair) for pair in pairs]
+        options = {"split_accumulator": spec.split, "emulate": spec.emulate, "strict": spec.strict}
+        biases = None if spec.trans_a else bias
+        options["accumulate"] = spec.accumulate
+        _loop(rt, (left, right, results, biases), sizes, spec.trans_a, spec.trans_b, options)
+
+
+def takes_offsets(
+    rt: Runtime, dtype: DType, n: int, k: int, groups: int, formats: tuple[tuple[Format, Format], ...] | None = None
+) -> bool:
+    """Whether the products of linears [n, k] of so many groups, forward and backward, take the sizes as a tensor.
+
+    `formats`: of the operands of fprop, dgrad and wgrad, where they are quantized.
+    """
+    able: bool = rt.plans.find(rt, _all_three, (dtype, n, k, groups, formats))
     return able
 
 
-def _all_three(rt: Runtime, asked: tuple[DType, int, int, int]) -> bool:
-    dtype, n, k, groups = asked
+def _all_three(rt: Runtime, asked: tuple[DType, int, int, int, Any]) -> bool:
+    dtype, n, k, groups, formats = asked
+    if formats is not None and (n % 16 or k % 16):
+        return False
     kinds = ((0, n, k, False, True), (0, k, n, False, False), (n, k, 0, True, False))
-    specs = [GroupedGemmSpec(groups, 1, *kind, dtype, dtype, accumulate=False) for kind in kinds]
+    specs = [
+        GroupedGemmSpec(groups, 1, *kind, dtype, dtype, accumulate=False, formats=pair, split=pair is not None)
+        for kind, pair in zip(kinds, formats or (None,) * 3, strict=True)
+    ]
     return all(_plan(rt, spec) is not None for spec in specs)
 
 

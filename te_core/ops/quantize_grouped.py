@@ -3,6 +3,9 @@
 Each result is bit for bit what `quantize` makes of that matrix alone. On a GPU per-tensor and block formats take one
 launch for up to 64 matrices (current scaling two: the maxima first; column sums one more, which adds the partial
 sums). mxfp8 and nvfp4 take a launch for each matrix: where their products run natively is not seen yet.
+
+Where the device alone knows how many rows a group has, `quantize_rows` quantizes them into copies whose shapes follow
+from the rows of all groups (`QuantizedRows`): values and scales are those of each group alone.
 """
 
 from __future__ import annotations
@@ -17,7 +20,19 @@ from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.declare import operation
 from te_core.ops.quantize import allocate, check_cast, check_out, count_nonfinite, quantize
-from te_core.quantized import ONE_BLOCK, Cast, CastKey, Copy, Format, QuantizedTensor, check_room, pieces_of, up
+from te_core.quantized import (
+    ONE_BLOCK,
+    Cast,
+    CastKey,
+    Copy,
+    Format,
+    QuantizedRows,
+    QuantizedTensor,
+    check_room,
+    pieces_of,
+    row_pieces,
+    up,
+)
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -197,3 +212,41 @@ def _copies(
         Copy.at(block, start + place, pieces_of(block.device, form, (m, width), columnwise))
         for m, place in zip(splits, places, strict=True)
     ]
+
+
+# ------------------------------------------------------------------------------------- sizes that the device knows
+
+#: In the place of a copy that nobody wants.
+_NONE = (None, None)
+
+
+@operation("""
+    x [T, K] act: Rows of all groups.
+    offsets [G] i32: Running sums of the rows of the groups.
+    casts: How each is quantized (`Cast`), per tensor or in 1 x 128 pieces.
+""")
+def quantize_rows(rt: Runtime, x: Tensor, offsets: Tensor, casts: Sequence[Cast]) -> QuantizedRows:
+    """Quantize each group of rows of x as its cast says; where groups begin is on the device.
+
+    The casts may differ in their tensors only, which lie at equal distances in one vector. K is a multiple of 16.
+    """
+    op, width, groups = "quantize_rows", x.shape[1], offsets.shape[0] - 1
+    if len(casts) != groups or not groups:
+        raise ArgumentError(op, f"{len(casts)} casts, offsets {offsets.shape}", "a cast for each group", "pass as many")
+    _check_alike(op, rt, [x], casts, None)
+    cast, form = casts[0], casts[0].format
+    plain = form.scaling in _TOGETHER and not form.tiled and not any(c.maxima or c.nonfinite for c in casts)
+    if not plain or width % 16:
+        got = f"{x!r} to {form}"
+        allowed = "rows of a multiple of 16 to FP8 per tensor or in 1 x 128 pieces, without counters or given maxima"
+        raise ArgumentError(op, got, allowed, "quantize_grouped takes others, with sizes of the host")
+    row, column = (row_pieces(x.shape, groups, form, columnwise) for columnwise in (False, True))  # type: ignore[arg-type]
+    block = rt.empty((column.nbytes if cast.columnwise else row.nbytes,), dtypes.uint8)
+    place = rt.empty((row.nbytes,), dtypes.uint8) if cast.columnwise and cast.rowwise else block
+    rows = Copy.at(place, 0, row) if cast.rowwise else _NONE
+    columns = Copy.at(block, 0, column) if cast.columnwise else _NONE
+    scale = columns[1] if form.scaling == "tensor" and cast.columnwise and cast.rowwise else rows[1]  # one for both
+    out = QuantizedRows(form, (x.shape[0], width), rows[0], scale, columns[0], columns[1], block)
+    if x.shape[0]:
+        rt.backend.quantize_rows(rt, x, offsets, casts, out)
+    return out

@@ -80,10 +80,11 @@ def groups_of(
     count, rows, counts = len(call.spec.parts), rows_of(x), None
     if isinstance(m_splits, torch.Tensor) and m_splits.is_cuda:
         counts = m_splits
-    plain = not x.is_meta and call.spec.plain and not isinstance(weight, QuantizedTorch)
-    if plain and (counts is not None or not (x.is_cuda and torch.cuda.is_current_stream_capturing())):
+    spec = call.spec
+    able = not x.is_meta and spec.by_offsets and not (spec.plain and isinstance(weight, QuantizedTorch))
+    if able and (counts is not None or not (x.is_cuda and torch.cuda.is_current_stream_capturing())):
         rt, (n, k) = runtime_for(x), weight.shape
-        if takes_offsets(rt, call.spec.dtype, n, k, count):
+        if takes_offsets(rt, spec.dtype, n, k, count, spec.formats):
             offsets = torch.empty(count + 1, dtype=torch.int32, device=x.device)
             if counts is not None:
                 _check_counts(count, counts)

@@ -30,7 +30,9 @@ _ROWS = {"scale_update": (quantize._STATE, 3)}
 #: Of those whose room is a constant: (all of it, where addresses stand, of which some may be none).
 _PLACED = {
     "group_sums": lambda constants: gemm_grouped.sums_table(constants["GROUPS"]),
-    "grouped_gemm": lambda constants: gemm_grouped.gemm_table(bool(constants["WGRAD"]), constants["GROUPS"]),
+    "grouped_gemm": lambda constants: gemm_grouped.gemm_table(
+        bool(constants["WGRAD"]), constants["GROUPS"], constants["SCALES"] != "NONE"
+    ),
 }
 
 

@@ -99,6 +99,29 @@ def test_groups_in_one_launch(machine: Machine) -> None:
             assert launched(machine, call) == ["grouped_gemm"] * launches
 
 
+@pytest.mark.parametrize("scaling", ["delayed", "current", "block"])
+def test_fp8_groups_in_one_launch(machine: Machine, scaling: str) -> None:
+    """Rows are quantized in one launch, with current scaling in two, and multiplied in one for each table."""
+    rt, e4m3, kind = machine.runtime(), dtypes.float8_e4m3, "block" if scaling == "block" else "tensor"
+    x, dy = tensor(rt, 40, 64, dtype=dtypes.bfloat16), tensor(rt, 40, 48, dtype=dtypes.bfloat16)
+    for groups, launches in ((2, 1), (40, 3)):
+        offsets, w = rt.tensor(np.zeros(groups + 1, np.int32)), tensor(rt, 48, 64, dtype=dtypes.bfloat16)
+        state = {"scale": tensor(rt, 1), "amax": tensor(rt, 1)} if scaling == "delayed" else {}
+        casts = [Cast(Format(e4m3, kind), rowwise=True, columnwise=True, **state)] * groups
+        rows = Right(ops.quantize_rows, (rt, x, offsets, casts), {})
+        name = "quantize_block_rows" if scaling == "block" else "quantize_rows"
+        assert launched(machine, rows) == [name] * (1 + (scaling == "current"))
+        qx, qdy = (ops.quantize_rows(rt, t, offsets, casts) for t in (x, dy))
+        form = Format(e4m3, kind, tiled=scaling == "block")
+        qw = [ops.quantize(rt, w, Cast(form, rowwise=True, columnwise=True))] * groups
+        for call in (
+            Right(ops.gemm_grouped, (rt, qx, qw, dy, offsets), {"trans_b": True, "bias": [None] * groups}),
+            Right(ops.gemm_grouped, (rt, qdy, qw, x, offsets), {}),
+            Right(ops.gemm_grouped, (rt, qdy, qx, [w, *[None] * (groups - 1)], offsets), {"trans_a": True}),
+        ):
+            assert launched(machine, call) == ["grouped_gemm"] * launches
+
+
 def test_launches_for_many(machine: Machine) -> None:
     """Of matrices of one width: one for all, the maxima one more each, and one that finishes all of these."""
     rt = machine.runtime()

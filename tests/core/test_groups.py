@@ -12,6 +12,7 @@ from te_core import ops
 from te_core.layers import grouped_linear
 from te_core.layers.product import LinearSpec, Needs, Sink
 from te_core.ops.gemm_grouped import takes_offsets
+from te_core.quantized import Cast, Format, QuantizedRows, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import capability, cuda_runtime, requires_cuda
@@ -115,6 +116,128 @@ def test_one_launch(name, dtype):
                 wanted = product + 2 * adds
                 near = (2.0**-19 if kind is D.float32 else unit) * (2 + np.abs(wanted).max())
                 assert np.abs(wide(rt, outs[e]) - wanted).max() <= near, (e, kind, adds)
+
+
+#: Sizes, out features, in features of FP8 products.
+FP8_CASES = {
+    "a tile": ([128], 256, 128),
+    "odd sizes": ([100, 0, 28, 300, 1, 7, 129], 272, 144),
+    "edges": ([64, 65, 127, 128, 255, 256], 528, 272),
+    "many": ([9, 0, 3] * 70, 144, 208),
+}
+#: Scaling, types of x and dy.
+FP8_KINDS = [("delayed", D.float8_e4m3, D.float8_e5m2), ("current", D.float8_e4m3, D.float8_e4m3)]
+FP8_KINDS += [("block", D.float8_e4m3, D.float8_e5m2)]
+
+
+def casts_of(rt: Runtime, scaling: str, kind: D.DType, groups: int) -> tuple[list[Cast], Tensor]:
+    """A cast for each group, as a module's state gives them, and the maxima that they raise."""
+    form = Format(kind, "block" if scaling == "block" else "tensor")
+    scales = rt.tensor(2.0 ** (np.arange(3 * groups) % 8).astype(np.float32))
+    amax = rt.zeros((3 * groups,), D.float32)
+
+    def at(vector: Tensor, e: int) -> Tensor:
+        return Tensor(vector.ptr + 12 * e, (1,), D.float32, vector.device, vector)
+
+    more = [{"scale": at(scales, e), "amax": at(amax, e)} if scaling == "delayed" else {} for e in range(groups)]
+    return [Cast(form, rowwise=True, columnwise=True, **given) for given in more], amax
+
+
+def hopper_or_cpu(rt: Runtime) -> None:
+    if rt.device.kind == "cuda" and capability() != (9, 0):
+        pytest.skip("hardware: groups in one launch are Hopper's")
+
+
+@pytest.mark.parametrize("dtype", [D.bfloat16, D.float16, D.float32], ids=str)
+@pytest.mark.parametrize(("scaling", "kind"), [k[:2] for k in FP8_KINDS] + [("delayed", D.float8_e5m2)], ids=str)
+def test_rows_quantized_by_offsets(rt, scaling, kind, dtype):
+    """Values, scales and maxima are those of each group alone; in the transposed copy zeros follow a group."""
+    sizes, width = [100, 0, 28, 300, 1, 7, 129, *[0, 3] * 30], 144
+    x = values(rt, sum(sizes), width, seed=0, dtype=dtype)
+    casts, amax = casts_of(rt, scaling, kind, len(sizes))
+    alone, wanted = casts_of(rt, scaling, kind, len(sizes))
+    q = ops.quantize_rows(rt, x, ends(rt, sizes), casts)
+    groups = ops.quantize_grouped(rt, x, sizes, alone)
+    assert np.array_equal(rt.numpy(amax), rt.numpy(wanted))
+    rows, columns = (rt.numpy(t).view(np.uint8) for t in (q.rowwise, q.columnwise))
+    row_scale, column_scale = rt.numpy(q.rowwise_scale), rt.numpy(q.columnwise_scale)
+    only = [ops.quantize_rows(rt, x, ends(rt, sizes), [c.__class__(c.format, rowwise=r, columnwise=not r, scale=c.scale)
+                                                       for c in casts]) for r in (True, False)]  # fmt: skip
+    assert np.array_equal(rt.numpy(only[0].rowwise).view(np.uint8), rows) and only[0].columnwise is None
+    alone_columns, column = rt.numpy(only[1].columnwise).view(np.uint8), 0
+    for e, ((start, stop), g) in enumerate(zip(pairwise([0, *np.cumsum(sizes).tolist()]), groups, strict=True)):
+        m, end = stop - start, column + -(-(stop - start) // 128) * 128
+        assert np.array_equal(rows[start:stop], rt.numpy(g.rowwise).view(np.uint8)[:m])
+        assert np.array_equal(columns[:, column : column + m], rt.numpy(g.columnwise).view(np.uint8)[:, :m])
+        assert not columns[:, column + m : end].any()
+        assert np.array_equal(columns[:, column:end], alone_columns[:, column:end])
+        if scaling != "block":
+            assert row_scale[e] == column_scale[e] == rt.numpy(g.scale_inv)[0]
+        elif m:
+            assert np.array_equal(row_scale[:, start:stop], rt.numpy(g.rowwise_scale)[:, :m])
+            blocks = g.columnwise_scale.shape[0]
+            assert np.array_equal(column_scale[column // 128 :][:blocks], rt.numpy(g.columnwise_scale))
+        column = end
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("kind", FP8_KINDS, ids=lambda kind: kind[0])
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_fp8_in_one_launch(rt, name, kind, split):
+    """Against the loop over groups: the same bits on a CPU; on a GPU sums of another order, to which the low bits of
+    the tensor cores' own sums belong."""
+    hopper_or_cpu(rt)
+    (scaling, of_x, of_dy), (sizes, n, k) = kind, FP8_CASES[name]
+    groups, offsets, total = len(sizes), ends(rt, sizes), sum(sizes)
+    x, dy = values(rt, total, k, seed=0), values(rt, total, n, seed=1)
+    w = [values(rt, n, k, seed=10 + e) for e in range(groups)]
+    bias = [values(rt, n, seed=900 + e) if e % 2 else None for e in range(groups)]
+    xs, dys = casts_of(rt, scaling, of_x, groups)[0], casts_of(rt, scaling, of_dy, groups)[0]
+    form = Format(of_x, "block", tiled=True) if scaling == "block" else Format(of_x)
+    qw = ops.quantize_many(rt, w, [Cast(form, rowwise=True, columnwise=True)] * groups)
+    found: list[list[tuple[str, np.ndarray]]] = []
+    for by in ({"offsets": offsets}, {"sizes": sizes}):
+        cast = ops.quantize_rows if "offsets" in by else ops.quantize_grouped
+        rows = [cast(rt, t, next(iter(by.values())), c) for t, c in ((x, xs), (dy, dys))]
+        y, dx = (rt.tensor(np.full((total, width), 7.0, np.float32), D.bfloat16) for width in (n, k))
+        rules = {**by, "split_accumulator": split}
+        ops.gemm_grouped(rt, rows[0], qw, y, trans_b=True, bias=bias, **rules)
+        ops.gemm_grouped(rt, rows[1], qw, dx, **rules)
+        results = [("rows", wide(rt, y)), ("rows", wide(rt, dx))]
+        for out, adds in ((D.bfloat16, False), (D.float32, False), (D.float32, True), (D.bfloat16, True)):
+            dws = [None if e == 2 else rt.tensor(np.full((n, k), 2.0, np.float32), out) for e in range(groups)]
+            ops.gemm_grouped(rt, rows[1], rows[0], dws, trans_a=True, accumulate=adds, **rules)
+            results += [(f"{out}{' added' * adds}", wide(rt, t)) for t in dws if t is not None]
+        found.append(results)
+    fast = scaling != "block" and not split
+    for (name, got), (_, wanted) in zip(*found, strict=True):
+        if rt.device.kind == "cpu":
+            assert np.array_equal(got, wanted), name
+            continue
+        # Fast sums keep 13 bits or so of each addend; the loop rounds what it adds to bfloat16; two neighbours there.
+        near = 2.0**-9 if fast else 2.0**-16 if name.startswith("float32") else 2.0**-8
+        off = np.abs(got - wanted) - near * np.abs(wanted).max(initial=0) - 2.0**-7 * np.abs(wanted)
+        assert (off <= 0).all(), (name, off.max())
+    assert isinstance(rows[0][0], QuantizedTensor)
+
+
+def test_fp8_rows_by_formula(rt):
+    """Products of quantized rows are those of the numbers that they stand for."""
+    hopper_or_cpu(rt)
+    sizes, n, k = [40, 0, 130], 64, 256
+    x, w = values(rt, sum(sizes), k, seed=0), [values(rt, n, k, seed=e) for e in (1, 2, 3)]
+    for scaling in ("current", "block"):
+        casts = casts_of(rt, scaling, D.float8_e4m3, 3)[0]
+        q = ops.quantize_rows(rt, x, ends(rt, sizes), casts)
+        assert isinstance(q, QuantizedRows)
+        form = Format(D.float8_e4m3, "block", tiled=True) if scaling == "block" else Format(D.float8_e4m3)
+        qw = ops.quantize_many(rt, w, [Cast(form, rowwise=True, columnwise=False)] * 3)
+        y = rt.empty((sum(sizes), n), D.bfloat16)
+        ops.gemm_grouped(rt, q, qw, y, ends(rt, sizes), trans_b=True)
+        for e, (start, stop) in enumerate(pairwise([0, *np.cumsum(sizes).tolist()])):
+            alone = ops.quantize(rt, x.rows(start, stop), casts[e])
+            wanted = wide(rt, ops.dequantize(rt, alone, D.float32)) @ wide(rt, ops.dequantize(rt, qw[e], D.float32)).T
+            assert np.abs(wide(rt, y)[start:stop] - wanted).max(initial=0) <= 2.0**-7 * np.abs(wanted).max(initial=1)
 
 
 @requires_cuda

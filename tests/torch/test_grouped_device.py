@@ -1,4 +1,4 @@
-"""GroupedLinear where its products read sizes from a tensor: bfloat16 on a CPU and on Hopper."""
+"""GroupedLinear where its products read sizes from a tensor: bfloat16 and FP8 on a CPU and on Hopper."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.tape import taped
+from tests import recipes
 from tests.backends import capability, on_devices, requires_cuda
 from tests.recordings import tapes
 
@@ -34,10 +35,13 @@ def counts(sizes: list[int], device: str = "cuda") -> torch.Tensor:
     return torch.tensor(sizes, device=device)
 
 
-def step(call: Callable[..., Any], of: te.GroupedLinear, sizes: Any, x: torch.Tensor) -> list[torch.Tensor]:
+def step(
+    call: Callable[..., Any], of: te.GroupedLinear, sizes: Any, x: torch.Tensor, recipe: str | None = None
+) -> list[torch.Tensor]:
     """Output and gradients."""
     x = x.detach().requires_grad_()
-    y = call(x, sizes)
+    with recipes.region(recipe):
+        y = call(x, sizes)
     y.backward(y.detach() * 0.5 + 1)
     found = [y.detach().clone(), x.grad, *[p.grad for p in of.parameters()]]
     of.zero_grad(set_to_none=True)
@@ -58,20 +62,25 @@ def wanted(of: te.GroupedLinear, sizes: list[int], x: torch.Tensor) -> list[torc
     return [y.detach(), x.grad, *[p.grad for p in leaves.values()]]  # type: ignore[list-item]
 
 
-def near(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def near(got: list[torch.Tensor], expected: list[torch.Tensor], recipe: str | None = None) -> None:
     for a, b in zip(got, expected, strict=True):
-        assert (a.double() - b).abs().max() <= 2.0**-6 * (1 + b.abs().max())
+        assert (a.double() - b).abs().max() <= (2.0**-6 if recipe is None else 2.0**-3) * (1 + b.abs().max())
+
+
+#: What reads sizes from a tensor.
+by_offsets = pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
 
 
 @on_devices
+@by_offsets
 @pytest.mark.parametrize("given", ["list", "tensor"])
-def test_new_sizes_are_replayed(given: str, device: str) -> None:
+def test_new_sizes_are_replayed(given: str, recipe: str | None, device: str) -> None:
     layer, before = module(device), te.GroupedLinear.host_copies
     with tapes("first") as ran:
         for i, sizes in enumerate(SIZES):
             x = inputs(i, device)
             now = counts(sizes, device) if given == "tensor" else sizes
-            near(step(layer, layer, now, x), wanted(layer, sizes, x))
+            near(step(layer, layer, now, x, recipe), wanted(layer, sizes, x), recipe)
             if i == 0:
                 recorded = taped.COUNTS.recorded
         assert taped.COUNTS.recorded == recorded and not ran.interpreted
@@ -79,7 +88,8 @@ def test_new_sizes_are_replayed(given: str, device: str) -> None:
 
 
 @on_devices
-def test_one_program_for_all_sizes(device: str) -> None:
+@by_offsets
+def test_one_program_for_all_sizes(recipe: str | None, device: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     layer, counter = module(device), CompileCounterWithBackend("aot_eager")
@@ -87,17 +97,19 @@ def test_one_program_for_all_sizes(device: str) -> None:
     call = torch.compile(layer, fullgraph=True, backend=counter)
     for i, sizes in enumerate(SIZES):
         x = inputs(i, device)
-        near(step(call, layer, counts(sizes, device), x), wanted(layer, sizes, x))
+        near(step(call, layer, counts(sizes, device), x, recipe), wanted(layer, sizes, x), recipe)
     assert counter.frame_count == 1 and te.GroupedLinear.host_copies == before
 
 
 @requires_cuda
-def test_a_captured_graph_takes_other_sizes() -> None:
+@by_offsets
+def test_a_captured_graph_takes_other_sizes(recipe: str | None) -> None:
     layer, x, sizes = module(), inputs(), counts(SIZES[0])
     held = x.clone().requires_grad_()
 
     def run() -> torch.Tensor:
-        y = layer(held, sizes)
+        with recipes.region(recipe):
+            y = layer(held, sizes)
         y.backward(y.detach() * 0.5 + 1)
         return y
 
@@ -118,7 +130,8 @@ def test_a_captured_graph_takes_other_sizes() -> None:
             held.copy_(x)
         sizes.copy_(counts(other))
         graph.replay()
-        near([y, held.grad, *[p.grad for p in layer.parameters()]], wanted(layer, other, x))  # type: ignore[list-item]
+        found = [y, held.grad, *[p.grad for p in layer.parameters()]]
+        near(found, wanted(layer, other, x), recipe)  # type: ignore[arg-type]
 
 
 @requires_cuda

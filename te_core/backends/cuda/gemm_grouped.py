@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from te_core import device, dtypes, libraries
 from te_core.backends.cuda.sums import TYPES
 from te_core.kernels import loader
+from te_core.quantized import columns_of
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 _HALVES = (dtypes.bfloat16, dtypes.float16)
 _CLUSTER, _THREADS = 2, 384
-#: Four places of 64 of K, barriers, and two numbers a group.
-_SHARED = 4 * (128 + 256) * 128 + 64
+#: Four places of 128 bytes of K, barriers; with blocks four places of scales, of pieces a and b.
+_SHARED = 4 * (128 + 256) * 128 + 64 + 4 * (132 + 256)
+_PIECES = {"NONE": 0, "ONE": 0, "TILES": 3 * 528, "PIECES": 3 * 1552}
 _CAPACITIES = (16, 64, 192)
 _SUM_COLUMNS, _SUM_THREADS = 64, 256
 
@@ -52,6 +54,7 @@ class GroupedGemmPlan:
     places: tuple[int, ...]
     blocks: int
     shared: int
+    scales: str
 
     def run(
         self,
@@ -61,6 +64,7 @@ class GroupedGemmPlan:
         out: Sequence[Tensor | None],
         offsets: Tensor,
         bias: Sequence[Tensor | None],
+        scales: tuple[Tensor, Sequence[Tensor]] | None = None,
     ) -> None:
         """Launch on the runtime's stream. Of several matrices (b; with trans_a out) and biases there is one a group."""
         spec, (a_map, b_map), room = self.spec, self.maps, self.room
@@ -70,7 +74,17 @@ class GroupedGemmPlan:
                 content += [_pointer(each), b_map]
             content += map(_pointer, _filled(out, start, count, room) if spec.trans_a else out)
             content += [0] if spec.trans_a else map(_pointer, _filled(bias, start, count, room))
-            content += [offsets.ptr + 4 * start, spec.rows, spec.m, spec.n, spec.k, count]
+            content += [offsets.ptr + 4 * start]
+            if scales is not None:
+                of_a, of_b = scales
+                one = self.scales == "ONE"  # of groups in one vector, of which a launch begins with its first one
+                content += [of_a.ptr + (4 * start if one else 0)]
+                if spec.trans_a:
+                    content += [of_b[0].ptr + (4 * start if one else 0)]
+                else:
+                    content += map(_pointer, _filled(of_b, start, count, room))
+                content += [of_a.shape[-1], start]
+            content += [spec.rows, spec.m, spec.n, spec.k, count]
             table = ctypes.create_string_buffer(self.table.pack(*content), self.table.size)
             self.kernel.by_value(rt, self.blocks, _THREADS, table, self.shared, self.places)
 
@@ -89,18 +103,24 @@ def plan_gemm_grouped(rt: Runtime, spec: GroupedGemmSpec) -> GroupedGemmPlan | N
     outs = (spec.dtype, dtypes.float32) if spec.trans_a else (spec.dtype,)
     sizes = (spec.m, spec.n) if spec.trans_a else (spec.n, spec.k)
     able = spec.dtype in _HALVES and spec.out in outs and not (spec.trans_a and spec.trans_b)
-    if not (able and spec.groups and spec.rows and all(s and not s % 8 for s in sizes) and spec.alignment >= 16):
+    scales, types = _scales(spec)
+    step = 8 if scales == "NONE" else 16
+    able = able and scales is not None and all(s and not s % step for s in sizes)
+    if not (able and spec.groups and spec.rows and spec.alignment >= 16):
         return None
     info = device.info(rt.device.index)
     if info.capability != (9, 0):
         return None
     driver = libraries.driver()
-    widths = (spec.m, spec.n) if spec.trans_a else (spec.k, spec.k if spec.trans_b else spec.n)
-    rows = spec.rows if spec.trans_a else spec.n if spec.trans_b else spec.k
+    if spec.formats is not None:  # K lies along the rows of all
+        columns = columns_of(spec.rows, spec.groups)
+        matrices = ((spec.m, columns), (spec.n, columns)) if spec.trans_a else ((spec.rows, spec.k), (spec.n, spec.k))
+    else:
+        widths = (spec.m, spec.n) if spec.trans_a else (spec.k, spec.k if spec.trans_b else spec.n)
+        rows = spec.rows if spec.trans_a else spec.n if spec.trans_b else spec.k
+        matrices = (spec.rows, 2 * widths[0]), (rows, 2 * widths[1])
     with driver.on(rt.device.index):  # a backward's thread may have no context yet
-        boxed = [
-            driver.tensor_map((count, 2 * w), (64, 128)) for count, w in zip((spec.rows, rows), widths, strict=True)
-        ]
+        boxed = [driver.tensor_map(matrix, (64, 128)) for matrix in matrices]
     if None in boxed:
         return None
     room, chunks = _chunks(spec.groups)
@@ -108,26 +128,47 @@ def plan_gemm_grouped(rt: Runtime, spec: GroupedGemmSpec) -> GroupedGemmPlan | N
         rt,
         "grouped_gemm",
         args="b",
+        A_TYPE=types[0],
+        B_TYPE=types[1],
+        SCALES=scales,
+        SPLIT=scales != "NONE" and (spec.split or scales != "ONE"),
         DTYPE=TYPES[spec.dtype],
         OUT=TYPES[spec.out],
         WGRAD=spec.trans_a,
-        B_ROWS=not spec.trans_b,
+        B_ROWS=scales == "NONE" and not spec.trans_b,
         ACCUMULATE=spec.accumulate,
         GROUPS=room,
     )
-    table, places = gemm_table(spec.trans_a, room)
-    shared = -(-(_SHARED + 8 * (room + 1)) // 1024) * 1024
+    table, places = gemm_table(spec.trans_a, room, scales != "NONE")
+    shared = -(-(_SHARED + _PIECES[scales] + 12 * (room + 1)) // 1024) * 1024
     blocks = info.multiprocessors // _CLUSTER * _CLUSTER
     bodies = boxed[0][8:], boxed[1][8:]  # type: ignore[index]
-    return GroupedGemmPlan(spec, kernel, room, chunks, bodies, table, places, blocks, shared)
+    return GroupedGemmPlan(spec, kernel, room, chunks, bodies, table, places, blocks, shared, scales)
 
 
-def gemm_table(trans_a: bool, room: int) -> tuple[struct.Struct, tuple[int, ...]]:
-    """(the struct of grouped_gemm.cu: maps, outs, biases, offsets, numbers; where its addresses stand)."""
+def _scales(spec: GroupedGemmSpec) -> tuple[Any, tuple[str, str]]:
+    """(which SCALES of grouped_gemm.cu, None if none; the instruction's names of the types of a and b)."""
+    if spec.formats is None:
+        kind = "bf16" if spec.dtype is dtypes.bfloat16 else "f16"
+        return "NONE", (kind, kind)
+    names = {dtypes.float8_e4m3: "e4m3", dtypes.float8_e5m2: "e5m2"}
+    (a, b), found = spec.formats, None
+    if a.scaling == b.scaling == "tensor":
+        found = "ONE"
+    elif a.scaling == b.scaling == "block" and not a.tiled and b.tiled != spec.trans_a:
+        found = "PIECES" if spec.trans_a else "TILES"
+    return found, (names.get(a.dtype, ""), names.get(b.dtype, ""))
+
+
+def gemm_table(trans_a: bool, room: int, scaled: bool = False) -> tuple[struct.Struct, tuple[int, ...]]:
+    """(the struct of grouped_gemm.cu: maps, outs, biases, offsets, scales, numbers; where its addresses stand)."""
     maps, pointers = 1 + (1 if trans_a else room), room + 2  # one map or out, of the others one a group; offsets
+    numbers = 5
+    if scaled:
+        pointers, numbers = pointers + 1 + (1 if trans_a else room), 7
     after = 128 * maps
-    size = after + 8 * pointers + 20
-    table = struct.Struct("=" + "Q120s" * maps + f"{pointers}Q5i{-size % 64}x")
+    size = after + 8 * pointers + 4 * numbers
+    table = struct.Struct("=" + "Q120s" * maps + f"{pointers}Q{numbers}i{-size % 64}x")
     return table, (*range(0, after, 128), *range(after, after + 8 * pointers, 8))
 
 

@@ -11,16 +11,18 @@ import struct
 from collections.abc import Sequence
 from ctypes import Array, c_char, create_string_buffer
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_core import libraries
-from te_core.backends.cuda.quantize import BLOCKS_PER_SM, STAGE_BYTES, THREADS, Tiling, multiprocessors, tiling
+from te_core.backends.cuda.quantize import BLOCKS_PER_SM, STAGE_BYTES, THREADS, Tiling, aligned, multiprocessors, tiling
 from te_core.backends.cuda.quantize_block import tile_bytes, tile_constants, tile_threads
 from te_core.backends.cuda.sums import FORMATS, TYPES, column_workspace
 from te_core.dtypes import DType, float8_e4m3
+from te_core.errors import ArgumentError
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
-from te_core.quantized import BLOCK, Cast, QuantizedTensor
+from te_core.quantized import BLOCK, Cast, QuantizedRows, QuantizedTensor, columns_of
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -280,6 +282,58 @@ class _Chunk(NamedTuple):
                 _PART.pack_into(table, i * _PART.size, source, out.ptr, rows, i * blocks)
             _PARTS_TAIL.pack_into(table, _PARTS * _PART.size, width, len(entries))
             kernel.by_value(rt, blocks * len(entries), 256, table, 0, _places_of(rt, _PART, len(entries)))
+
+
+# ------------------------------------------------------------------------------------- sizes that the device knows
+
+#: x, rowwise, columnwise, offsets, source, scale_inv, amax, cols, pitch, total, groups, across, two steps, epsilon,
+#: power_of_two.
+_ROWS_ARGS = "pppppppqqiiiiifi"
+#: x, rowwise, its scales, columnwise, its scales, offsets, cols, pitch, pitch of the row scales, total, groups, across,
+#: epsilon, power_of_two.
+_BLOCK_ROWS_ARGS = "ppppppqqqiiifi"
+
+
+def quantize_rows(rt: Runtime, x: Tensor, offsets: Tensor, casts: Sequence[Cast], out: QuantizedRows) -> None:
+    """One launch, with current scaling two: maxima of tiles first."""
+    (rows, cols), groups, cast, is_aligned = x.shape, len(casts), casts[0], aligned(x)
+    pitch = columns_of(rows, groups)
+    if out.format.scaling == "block":
+        across, pieces = -(-cols // _SIDE), 0 if out.rowwise_scale is None else out.rowwise_scale.shape[1]
+        constants = {**tile_constants(cast.key, x.dtype, False), "GROUPED": 2, "ALIGNED": is_aligned}
+        kernel = loader.get(rt, "quantize_block", entry="quantize_block_rows", args=_BLOCK_ROWS_ARGS, **constants)
+        places = (out.rowwise, out.rowwise_scale, out.columnwise, out.columnwise_scale, offsets)
+        sizes = (cols, pitch, pieces, rows, groups, across, cast.epsilon, cast.power_of_two)
+        blocks, threads = across * (pitch // _SIDE), tile_threads(x.dtype)
+        kernel(rt, blocks, threads, x, *places, *sizes, shared=tile_bytes(x.dtype))
+        return
+    across = tiling(rows, cols, x.dtype, tall=True, flat_rows=8).grid[0]
+    blocks = across * (pitch // 128)
+    source, source_step = _vector(casts, "scale")
+    amax, amax_step = _vector(casts, "amax")
+    scale = out.columnwise_scale if out.rowwise_scale is None else out.rowwise_scale
+    passes: list[tuple[str, DType, bool, tuple[Any, ...]]] = []
+    if not cast.key.delayed:
+        source = rt.workspace("amax", 4 * blocks)
+        passes.append(("NO_CAST", float8_e4m3, False, (None, None, offsets, source, None, 0)))
+    kind = "GIVEN_SCALE" if cast.key.delayed else "OWN_SCALE"
+    given = (out.rowwise, out.columnwise, offsets, source, scale, amax)
+    for scaling, fp8, columnwise, operands in (*passes, (kind, out.format.dtype, cast.columnwise, given)):
+        constants = {**dict(_variant(x.dtype, fp8, scaling, columnwise, False).constants), "TALL": True}
+        constants |= {"BY_OFFSETS": 1, "ALIGNED": is_aligned}
+        kernel = loader.get(rt, "quantize_grouped", entry="quantize_rows", args=_ROWS_ARGS, **constants)
+        numbers = (cols, pitch, rows, groups, across, source_step, amax_step, cast.epsilon, cast.power_of_two)
+        kernel(rt, blocks, THREADS, x, *operands, *numbers, shared=_STAGES)
+
+
+def _vector(casts: Sequence[Cast], name: str) -> tuple[int, int]:
+    """(the address of the first one's float, how many floats on the next one's is); (0, 0) where they have none."""
+    places = [_pointer(getattr(cast, name)) for cast in casts]
+    step = places[1] - places[0] if len(places) > 1 else 0
+    if any(b - a != step for a, b in pairwise(places)):
+        got, allowed = f"casts whose {name} lie at uneven distances", "one vector for all groups"
+        raise ArgumentError("quantize_rows", got, allowed, "take them from one Scales")
+    return places[0], step // 4
 
 
 def _places_of(rt: Runtime, entry: struct.Struct, count: int) -> tuple[int, ...]:

@@ -219,8 +219,8 @@ __device__ __forceinline__ float to_scale(float (&part)[N][Side], int t, const R
 }
 
 // The scales of a copy's pieces in this tile: `at` is a thread's row of the copy, `block` the piece's number.
-__device__ __forceinline__ void store_piece(float* out, float scale, i64 block, i64 at, i64 height) {
-    if (at < height) out[block * height + at] = __fdiv_rn(1.f, scale);
+__device__ __forceinline__ void store_piece(float* out, float scale, i64 block, i64 at, i64 end, i64 pitch) {
+    if (at < end) out[block * pitch + at] = __fdiv_rn(1.f, scale);
 }
 
 // The scale of a tile of a copy at (row, block) of `blocks`; the last in its row also fills up to a multiple of four.
@@ -237,7 +237,7 @@ template <class T, class Cast, class Shape>
 __device__ __forceinline__ void cast_tile(const HeldRows<Shape>& held, int output,
                                           const BlockExchange<Shape, Cast::SUMS>& shared, float tile_scale,
                                           const BlockSpot<Shape>& spot, const Place& at, u8* rowwise, i64 pitch,
-                                          u8* columnwise) {
+                                          u8* columnwise, bool among) {
     constexpr int V = Shape::V, FORMAT_OF = Cast::FORMAT_OF;
 #if __CUDA_ARCH__ >= 890
     constexpr int UNROLL = Shape::ROWS / GROUP;
@@ -249,7 +249,7 @@ __device__ __forceinline__ void cast_tile(const HeldRows<Shape>& held, int outpu
     for (int j = 0; j < V; ++j) across_scale[j] = Cast::TILES ? tile_scale : shared.column[0][spot.left + j];
     u32 column[1][V][4] = {};
     u8* to = rowwise + spot.row * pitch + spot.col;
-    const bool inside = spot.row < at.height && spot.col < at.pitch;  // these sixteen rows and V columns, as a whole
+    const bool inside = spot.row < at.rows.stored && spot.col < at.pitch;  // of a matrix of its own: as a whole
 #pragma unroll(UNROLL)
     for (int g = 0; g < Shape::ROWS; g += GROUP) {
         u32 square[V / 4][GROUP];
@@ -271,7 +271,9 @@ __device__ __forceinline__ void cast_tile(const HeldRows<Shape>& held, int outpu
                 }
             }
             if constexpr (Cast::ALONG_ROWS) {
-                if (inside) store_row<V, true>(to, words, spot.col, at.pitch);
+                if (inside && (!among || spot.row + g + i < at.rows.stored)) {
+                    store_row<V, true>(to, words, spot.col, at.pitch);
+                }
             }
         }
         if constexpr (Cast::ALONG_COLUMNS) push_square<V>(square, column[0]);
@@ -282,7 +284,8 @@ __device__ __forceinline__ void cast_tile(const HeldRows<Shape>& held, int outpu
 // Tile number `block`, of `across` side by side, of every output.
 template <class T, class Cast, class Producer>
 __device__ __forceinline__ void quantize_tile(const Producer& producer, const BlockSink& sink, float epsilon,
-                                              int power_of_two, i64 rows, i64 cols, u32 across, u32 block) {
+                                              int power_of_two, i64 rows, i64 cols, u32 across, u32 block,
+                                              const Rows* among = nullptr) {
     using Shape = BlockShape<T>;
     constexpr int O = Producer::OUTPUTS, SIDE = Shape::SIDE;
     __shared__ BlockExchange<Shape, Cast::SUMS> shared[O];
@@ -291,7 +294,7 @@ __device__ __forceinline__ void quantize_tile(const Producer& producer, const Bl
     const int t = threadIdx.x % SIDE;
     const i64 tile_m = block / across, tile_n = block % across;
     const BlockSpot<Shape> spot(tile_m, tile_n);
-    const Place at = {spot.col, cols, padded(cols), padded(rows)};
+    const Place at = {spot.col, cols, padded(cols), among ? *among : own_rows(rows)};
     const i64 pitch = O * at.pitch;  // of two outputs neither has a tail
     const HeldRows<Shape> held = {places + threadIdx.x};
 
@@ -313,10 +316,12 @@ __device__ __forceinline__ void quantize_tile(const Producer& producer, const Bl
             if constexpr (Cast::ALONG_COLUMNS) store_tile(sink.column_scale, tile_scale[o], rule, number, tile_m, down);
         } else {  // of 128 threads each has a row and a column, of 256 a row or a column
             if (Cast::ALONG_ROWS && threadIdx.x < SIDE) {
-                store_piece(sink.row_scale, to_scale(shared[o].row, t, rule), number, tile_m * SIDE + t, at.height);
+                store_piece(sink.row_scale, to_scale(shared[o].row, t, rule), number, tile_m * SIDE + t, at.rows.stored,
+                            at.rows.pieces);
             }
             if (Cast::ALONG_COLUMNS && threadIdx.x >= Shape::THREADS - SIDE) {
-                store_piece(sink.column_scale, to_scale(shared[o].column, t, rule), tile_m, number * SIDE + t, pitch);
+                store_piece(sink.column_scale, to_scale(shared[o].column, t, rule), tile_m, number * SIDE + t, pitch,
+                            pitch);
             }
         }
         if (Cast::SUMS && threadIdx.x < SIDE && tile_n * SIDE + t < cols) {
@@ -331,6 +336,6 @@ __device__ __forceinline__ void quantize_tile(const Producer& producer, const Bl
 #pragma unroll
     for (int o = 0; o < O; ++o) {
         cast_tile<T, Cast>(held, o, shared[o], tile_scale[o], spot, at, sink.rowwise + o * cols, pitch,
-                           sink.columnwise + o * cols * at.height);
+                           sink.columnwise + o * cols * at.rows.pitch, among != nullptr);
     }
 }

@@ -309,9 +309,22 @@ template <int K> __device__ __forceinline__ void take_group(const uint4* stage, 
     }
 }
 
+// How a group of rows among others lies in the copies of all of them. A matrix of its own is padded in both.
+struct Rows {
+    i64 stored;  // the last row of the rowwise copy that may be written, and one
+    i64 height;  // likewise of a column of the transposed copy, which ends in zeros
+    i64 pitch;   // from one column of the transposed copy to the next
+    i64 pieces;  // from one row of the scales of the rowwise copy's pieces to the next
+};
+__device__ __forceinline__ Rows own_rows(i64 rows) {
+    const i64 n = padded(rows);
+    return {n, n, n, n};
+}
+
 // Where a thread's V columns begin, and the padded sizes.
 struct Place {
-    i64 col, cols, pitch, height;
+    i64 col, cols, pitch;
+    Rows rows;
     // How many columns of output o's storage may be written: the padding lies behind the last output.
     template <int O> __device__ __forceinline__ i64 edge(int o) const { return o == O - 1 ? pitch - o * cols : cols; }
 };
@@ -358,8 +371,8 @@ __device__ __forceinline__ void store_columns(u8* columnwise, i64 row, const Pla
 #pragma unroll
         for (int j = 0; j < V; ++j) {
             const u32(&c)[4] = column[o][j];
-            u8* to = columnwise + (o * at.cols + at.col + j) * at.height + row;
-            if (row < at.height && at.col + j < at.edge<O>(o)) {
+            u8* to = columnwise + (o * at.cols + at.col + j) * at.rows.pitch + row;
+            if (row < at.rows.height && at.col + j < at.edge<O>(o)) {
                 *reinterpret_cast<uint4*>(to) = make_uint4(c[0], c[1], c[2], c[3]);
             }
         }
@@ -370,7 +383,7 @@ template <class T, int Format, int Mode, bool Tall, bool Columnwise, bool Column
           class Producer>
 __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileSink<T>& sink, const TileScale& scaling,
                                            i64 rows, i64 cols, int steps,
-                                           const BlockPlace& block = own_place()) {
+                                           const BlockPlace& block = own_place(), const Rows* among = nullptr) {
     using Shape = TileShape<T, Tall, Producer::FLAT_ROWS>;
     static_assert(Tall || !Columnwise, "sixteen rows make a store into the transposed copy");
     constexpr int V = Shape::V, O = Producer::OUTPUTS, K = Producer::OPERANDS, DEPTH = Producer::DEPTH;
@@ -381,7 +394,7 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 col = i64(block.x) * Shape::N + (warp % Shape::WARPS_N * Shape::LANES_N + lane % Shape::LANES_N) * V;
-    const Place at = {col, cols, padded(O * cols), padded(rows)};
+    const Place at = {col, cols, padded(O * cols), among ? *among : own_rows(rows)};
     // This thread's rows in the block's first tile. The blocks of a column take turns: all that run at once work on
     // neighbouring rows, and not on rows a power of two apart, which would crowd a few memory channels.
     const int place = (warp / Shape::WARPS_N * Shape::LANES_M + lane / Shape::LANES_N) * Shape::ROWS;
@@ -421,13 +434,14 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
             u32 square[O][V / 4][4];
             T* y = sink.y + row * (O * cols) + col;
             u8* rowwise = sink.rowwise + row * at.pitch + col;
-            const bool cast = sink.rowwise != nullptr && row < at.height;  // a group is padding as a whole
+            const bool cast = sink.rowwise != nullptr && row < at.rows.stored;  // of padding as a whole
 #pragma unroll
             for (int i = 0; i < GROUP; ++i, y += O * cols, rowwise += at.pitch) {
                 Pack value[O];
                 producer.values(raw[i], value, row + i, col);
-                deliver_row<Format, Mode, ColumnSum, Aligned>(value, i, at, y, Keep && row + i < rows, rowwise, cast,
-                                                              scale, square, got);
+                deliver_row<Format, Mode, ColumnSum, Aligned>(value, i, at, y, Keep && row + i < rows, rowwise,
+                                                              cast && (!among || row + i < at.rows.stored), scale,
+                                                              square, got);
             }
             if constexpr (Columnwise) {
 #pragma unroll
