@@ -348,17 +348,99 @@ __device__ __forceinline__ void produce(const Arguments& args, Shared& shared, c
     }
 }
 
+// The place of shared memory that comes next, and the parity of its barriers.
+struct Turn {
+    int stage;
+    u32 parity;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+#if SCALES != NONE && SPLIT
+// sum = the tile's product; sums over 128 of K are formed in t and added.
+__device__ __forceinline__ void sum_up(const Arguments& args, Shared& shared, const Place& at, const Work& w, Turn& turn,
+                                       float (&t)[2][HELD], float (&sum)[BN / 2]) {
+    const int lane = at.lane, wide = (w.steps + 3) & ~3, last = (args.n - 1) / 128;
+    const float *left = args.b_scale[WGRAD ? 0 : w.e], *right = left;
+    if (SCALES == TILES) left += i64(w.n / 128) * wide, right += i64(min(w.n / 128 + 1, last)) * wide;
+    float next[2] = {SCALES == TILES ? __ldg(left) : 1.f, SCALES == TILES ? __ldg(right) : 1.f};
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) sum[i] = 0.f;
+    for (int i = 0; i < w.steps; ++i, turn.next()) {
+        const int stage = turn.stage;
+        const float now[2] = {next[0], next[1]};
+        if (SCALES == TILES) {  // on their way for a whole round
+            next[0] = __ldg(left + min(i + 1, w.steps - 1));
+            next[1] = __ldg(right + min(i + 1, w.steps - 1));
+        }
+        wait(shared.full[stage], turn.parity);
+        const u64 b = descriptor<false>(shared.b[stage]);
+        u32 a[16];
+        fetch_rows(a, shared.a[stage] + at.row * 128, lane);
+        float top = 1.f, low = 1.f;
+        if (BLOCKS) {
+            const float* rows = shared.a_scale[stage] + at.row + lane / 4 + (SCALES == TILES ? w.m & 3 : 0);
+            top = rows[0], low = rows[8];
+        }
+        const float* columns = shared.b_scale[SCALES == PIECES ? stage : 0] + 2 * (lane & 3);
+        take_turn(at.group);
+        multiply(t[0], a, b);
+#pragma unroll
+        for (int p = 0; p < BN / NI; ++p) {
+            constexpr int LAST = BN / NI - 1;
+            if (p < LAST) multiply(t[(p + 1) % 2], a, b + (p + 1) * (NI * 128 / 16));
+            if (p == LAST - 1) give_turn(at.group);
+            if (p < LAST) {
+                finish<1>(t[p % 2]);
+            } else {
+                finish<0>(t[p % 2]);
+                if (SCALES != PIECES && lane < CLUSTER) arrive(shared.empty[stage], lane);
+            }
+            const float tile = now[p * NI / 128];
+            add(sum + p * HELD, t[p % 2], top * tile, low * tile, columns + p * NI);
+        }
+        if (SCALES == PIECES) {  // the columns' scales have been read by now
+            __syncwarp();
+            if (lane < CLUSTER) arrive(shared.empty[stage], lane);
+        }
+    }
+}
+#else
+// sum = the tile's product, all of K by the tensor cores.
+__device__ __forceinline__ void sum_up(Shared& shared, const Place& at, const Work& w, Turn& turn,
+                                       float (&sum)[BN / 2]) {
+    if (w.steps == 0) {
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) sum[i] = 0.f;
+    }
+    for (int i = 0; i < w.steps; ++i, turn.next()) {
+        wait(shared.full[turn.stage], turn.parity);
+        u8 *a = shared.a[turn.stage] + at.group * BOX, *b = shared.b[turn.stage];
+        const int keep = w.to - w.from - i * BK;
+        if (WGRAD && !FP8 && keep < BK) {
+            blank(a, 1, keep, threadIdx.x % 128, 128);
+            blank(b + 2 * at.group * BOX, 2, keep, threadIdx.x % 128, 128);
+            asm volatile("fence.proxy.async.shared::cta;\nbar.sync 1, 256;" ::: "memory");
+        }
+        multiply(sum, descriptor<WGRAD && !FP8>(a), descriptor<B_ROWS>(b), i);
+        finish<1>(sum);
+        if (i && at.lane < CLUSTER) arrive(shared.empty[(turn.stage + STAGES - 1) % STAGES], at.lane);
+    }
+    finish<0>(sum);
+    if (w.steps && at.lane < CLUSTER) arrive(shared.empty[(turn.stage + STAGES - 1) % STAGES], at.lane);
+}
+#endif
+
 __device__ __forceinline__ void consume(const Arguments& args, Shared& shared, const Place& at) {
-    const int lane = at.lane, group = at.group;
-    int stage = 0;
-    u32 parity = 0;
+    Turn turn = {0, 0};
     Work w = {};
     float sum[BN / 2];
 #if SCALES != NONE && SPLIT
     float t[2][HELD];
 #pragma unroll
     for (int i = 0; i < 2 * HELD; ++i) t[i / HELD][i % HELD] = 0.f;
-    if (group == 1) give_turn(1);
+    if (at.group == 1) give_turn(1);
 #endif
     for (int number = blockIdx.x / CLUSTER; find(args, shared, number, at.rank, w); number += gridDim.x / CLUSTER) {
         float by = 1.f;
@@ -366,78 +448,16 @@ __device__ __forceinline__ void consume(const Arguments& args, Shared& shared, c
         if (w.steps) by = args.a_scale[w.e] * (WGRAD ? args.b_scale[0][w.e] : *args.b_scale[WGRAD ? 0 : w.e]);
 #endif
 #if SCALES != NONE && SPLIT
-#pragma unroll
-        for (int i = 0; i < BN / 2; ++i) sum[i] = 0.f;
-        const int wide = (w.steps + 3) & ~3, last = (args.n - 1) / 128;
-        const float *left = args.b_scale[WGRAD ? 0 : w.e], *right = left;
-        if (SCALES == TILES) left += i64(w.n / 128) * wide, right += i64(min(w.n / 128 + 1, last)) * wide;
-        float next[2] = {SCALES == TILES ? __ldg(left) : 1.f, SCALES == TILES ? __ldg(right) : 1.f};
-        for (int i = 0; i < w.steps; ++i) {
-            const float now[2] = {next[0], next[1]};
-            if (SCALES == TILES) {  // on their way for a whole round
-                next[0] = __ldg(left + min(i + 1, w.steps - 1));
-                next[1] = __ldg(right + min(i + 1, w.steps - 1));
-            }
-            wait(shared.full[stage], parity);
-            const u64 b = descriptor<false>(shared.b[stage]);
-            u32 a[16];
-            fetch_rows(a, shared.a[stage] + at.row * 128, lane);
-            float top = 1.f, low = 1.f;
-            if (BLOCKS) {
-                const float* rows = shared.a_scale[stage] + at.row + lane / 4 + (SCALES == TILES ? w.m & 3 : 0);
-                top = rows[0], low = rows[8];
-            }
-            const float* columns = shared.b_scale[SCALES == PIECES ? stage : 0] + 2 * (lane & 3);
-            take_turn(group);
-            multiply(t[0], a, b);
-#pragma unroll
-            for (int p = 0; p < BN / NI; ++p) {
-                constexpr int LAST = BN / NI - 1;
-                if (p < LAST) multiply(t[(p + 1) % 2], a, b + (p + 1) * (NI * 128 / 16));
-                if (p == LAST - 1) give_turn(group);
-                if (p < LAST) {
-                    finish<1>(t[p % 2]);
-                } else {
-                    finish<0>(t[p % 2]);
-                    if (SCALES != PIECES && lane < CLUSTER) arrive(shared.empty[stage], lane);
-                }
-                const float tile = now[p * NI / 128];
-                add(sum + p * HELD, t[p % 2], top * tile, low * tile, columns + p * NI);
-            }
-            if (SCALES == PIECES) {  // the columns' scales have been read by now
-                __syncwarp();
-                if (lane < CLUSTER) arrive(shared.empty[stage], lane);
-            }
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
+        sum_up(args, shared, at, w, turn, t, sum);
 #else
-        if (w.steps == 0) {
-#pragma unroll
-            for (int i = 0; i < BN / 2; ++i) sum[i] = 0.f;
-        }
-        for (int i = 0; i < w.steps; ++i) {
-            wait(shared.full[stage], parity);
-            u8 *a = shared.a[stage] + group * BOX, *b = shared.b[stage];
-            const int keep = w.to - w.from - i * BK;
-            if (WGRAD && !FP8 && keep < BK) {
-                blank(a, 1, keep, threadIdx.x % 128, 128);
-                blank(b + 2 * group * BOX, 2, keep, threadIdx.x % 128, 128);
-                asm volatile("fence.proxy.async.shared::cta;\nbar.sync 1, 256;" ::: "memory");
-            }
-            multiply(sum, descriptor<WGRAD && !FP8>(a), descriptor<B_ROWS>(b), i);
-            finish<1>(sum);
-            if (i && lane < CLUSTER) arrive(shared.empty[(stage + STAGES - 1) % STAGES], lane);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
-        finish<0>(sum);
-        if (w.steps && lane < CLUSTER) arrive(shared.empty[(stage + STAGES - 1) % STAGES], lane);
+        sum_up(shared, at, w, turn, sum);
 #endif
         if (!w.stored || (ACCUMULATE && w.steps == 0)) continue;
-        const int row = w.m + at.row + lane / 4;
+        const int row = w.m + at.row + at.lane / 4;
         OUT* out = args.out[WGRAD ? w.e : 0] + i64(row) * args.n;
         const DTYPE* bias = WGRAD ? nullptr : args.bias[w.e];
-        store(row < w.end ? out : nullptr, sum, by, bias, w.n, args.n, lane);
-        store(row + 8 < w.end ? out + 8 * i64(args.n) : nullptr, sum + 2, by, bias, w.n, args.n, lane);
+        store(row < w.end ? out : nullptr, sum, by, bias, w.n, args.n, at.lane);
+        store(row + 8 < w.end ? out + 8 * i64(args.n) : nullptr, sum + 2, by, bias, w.n, args.n, at.lane);
     }
 }
 

@@ -183,8 +183,19 @@ class TableLaunch:
         table = ctypes.create_string_buffer(self.table, len(self.table))
         pointer = ctypes.c_uint64(ctypes.addressof(table))  # the driver copies the struct before the call returns
         bound.keep(pointer)
-        for number, slot, offset in self.patches:
-            bound.call(self, _ADDRESS.pack_into, (table, number, 0), (Patch(2, slot, offset),))
+        # From the first address to the last in one call, with what stands between them.
+        first = end = min([patch.number for patch in self.patches], default=0)
+        form, values, places = ["="], list[Any](), list[Patch]()
+        for number, slot, offset in sorted(self.patches):
+            if number > end:
+                form.append(f"{number - end}s")
+                values.append(self.table[end:number])
+            form.append("Q")
+            places.append(Patch(2 + len(values), slot, offset))
+            values.append(0)
+            end = number + 8
+        if places:
+            bound.call(self, struct.Struct("".join(form)).pack_into, (table, first, *values), places)
         sizes = grid, 1, 1, block, 1, 1, shared
         bound.call(self, kernel._launch, (kernel._function, *sizes, STREAM, ctypes.addressof(pointer), 0), ())
 

@@ -38,7 +38,7 @@ from te_core.layers.product import (
 from te_core.layers.watched import Made
 from te_core.ops import _check
 from te_core.ops import raw as ops
-from te_core.ops.quantize_grouped import bounds_of, groups_in
+from te_core.ops.quantize_grouped import allocate_groups, bounds_of, groups_in
 from te_core.precision import Operand, Precision
 from te_core.quantize.operands import Uses, Value, dense, flattened, is_plain_rule
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
@@ -157,7 +157,7 @@ class GroupedSaved(tuple[Any, ...]):
     """What backward reads, as one flat tuple: rng, then x, weight and w of every group, as in `LinearSaved`.
 
     x stands once, as that of the first group, where all groups lie in one tensor: x itself or the block of its
-    quantized copies.
+    quantized copies. So do the quantized weights, where products read sizes on the device.
     """
 
     __slots__ = ()
@@ -241,7 +241,8 @@ def _device_operands(
     weights, rng, own = inputs[:n], inputs[2 * n], flattened(x)[1]
     assert isinstance(own, Tensor) and splits.offsets is not None
     rows: Tensor | QuantizedRows = own
-    matrices, block, kept_w = list(weights), own if wanted else None, [None] * n
+    matrices, block = list(weights), own if wanted else None
+    kept_w: list[Tensor | None] = [None] * n
     if not spec.plain:
         each = products(spec.parts, scales, None)
         rule, again = spec.shared.input, spec.parts[0].again  # type: ignore[union-attr]
@@ -251,9 +252,9 @@ def _device_operands(
             casts = [forward_cast(rule, p.scales, p.gemm, INPUT, rowwise=rowwise, columnwise=columnwise) for p in each]
             rows = ops.quantize_rows(rt, own, splits.offsets, casts)
             block = rows.block if columnwise else block
-        ws = _weights(rt, weights, spec, each, ready)
+        ws, whole = _weights(rt, weights, spec, each, ready, together=True)
         matrices = [uses.rows for _, uses in ws]
-        kept_w = [p.kept_weight(w) for p, w in zip(each, ws, strict=True)]  # type: ignore[misc]
+        kept_w = [p.kept_weight(w) for p, w in zip(each, ws, strict=True)] if whole is None else [whole, *kept_w[1:]]
     saved = GroupedSaved(
         rng if used else None, block, *[None] * (n - 1), *(weights if used else [None] * n), *kept_w
     )  # fmt: skip
@@ -266,16 +267,23 @@ def _weights(
     spec: GroupedSpec,
     each: Sequence[Product],
     ready: Sequence[QuantizedTensor | None] | None,
-) -> list[Made]:
-    """The weight of each group as its products read it: those of empty groups too, whose maxima count."""
+    together: bool = False,
+) -> tuple[list[Made], Tensor | None]:
+    """(the weight of each group as its products read it: those of empty groups too, whose maxima count; with `together`
+    what is kept of all of them, where one launch has quantized them into one block)."""
     rule, override = _shared_rule(spec, "weight")
     if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready or ()):
         columnwise = spec.parts[0].needs.input and override is None
         casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in each]
-        qs = ops.quantize_many(rt, weights, casts)  # type: ignore[arg-type]
-        return [(w, Uses(q, q, None)) for w, q in zip(weights, qs, strict=True)]  # type: ignore[misc]
+        outs = None
+        if together:
+            n, k = weights[0].shape  # type: ignore[union-attr]
+            outs = allocate_groups(rt, [n] * len(weights), k, casts[0])
+        qs = ops.quantize_many(rt, weights, casts, outs=outs)  # type: ignore[arg-type]
+        ws: list[Made] = [(w, Uses(q, q, None)) for w, q in zip(weights, qs, strict=True)]  # type: ignore[misc]
+        return ws, qs[0].block if together and columnwise else None
     operands = zip(each, weights, ready or [None] * len(each), strict=True)
-    return [(w, weight_operand(rt, w, p, r)) for p, w, r in operands]  # type: ignore[arg-type, misc]
+    return [(w, weight_operand(rt, w, p, r)) for p, w, r in operands], None  # type: ignore[arg-type, misc]
 
 
 def _operands(
@@ -293,7 +301,7 @@ def _operands(
     _, x2 = flattened(x)
     assert isinstance(x2, Tensor)
     xs, whole = _inputs(rt, x2, spec, each, splits)
-    ws = _weights(rt, weights, spec, each, ready)
+    ws, _ = _weights(rt, weights, spec, each, ready)
     kept_x: list[Tensor | None] = []
     kept_w: list[Tensor | None] = []
     for product, a, b, rows in zip(each, xs, ws, splits.sizes, strict=True):
@@ -390,7 +398,7 @@ def _backward_on_device(
     dx = None
     if first.needs.input:
         if not spec.plain:
-            matrices = [backward_weight(rt, kept, w, first) for kept, w in zip(ws, weights, strict=True)]
+            matrices = _kept_weights(rt, ws, weights, spec)
         dx = splits.dx if splits.dx is not None else rt.empty((*leading, weights[0].shape[1]), first.dtype)
         ops.gemm_grouped(rt, g, matrices, dx.matrix(), offsets, **_of_product(spec, "dgrad"))
         g = g if spec.plain else g.drop_rows()
@@ -415,6 +423,16 @@ def _backward_on_device(
     for (accumulate, _), outs in together.items():
         ops.gemm_grouped(rt, g, x, outs, offsets, trans_a=True, accumulate=accumulate, **rules)
     return dx, *dws, *dbs
+
+
+def _kept_weights(rt: Runtime, ws: Sequence[Tensor | None], weights: Sequence[Value], spec: GroupedSpec) -> list[Value]:
+    """The weights as dgrad reads them, of what forward kept: a block for each, or one of all."""
+    whole, n = ws[0], len(weights)
+    if whole is not None and n > 1 and not any(ws[1:]) and all(type(w) is Tensor for w in weights):
+        form = spec.shared.weight.format  # type: ignore[union-attr]
+        rows, width = weights[0].shape
+        return list(groups_in(whole, [rows] * n, width, form, columnwise=True))
+    return [backward_weight(rt, kept, w, spec.parts[0]) for kept, w in zip(ws, weights, strict=True)]
 
 
 def _one_weight(

@@ -210,6 +210,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "permute": ((x, row_map), {"rows": ROWS, "probs": probs, "pad_offsets": pads}),
         "quantize": ((x, cast(rt)), {"column_sum": vector}),
         "quantize_grouped": ((x, [16, 16], [cast(rt, False)] * 2, [tensor(rt, WIDTH) for _ in range(2)]), {}),
+        "quantize_rows": ((x, _cu(rt, 0, 8, 32), [cast(rt, False)] * 2), {}),
         "quantize_many": (([x, w], [cast(rt, False)] * 2), {}),
         "resize": ((x, 16, 64), {}),
         "rope": ((heads, freqs), {"start_positions": rt.tensor(np.zeros(2, np.int32))}),

@@ -295,6 +295,12 @@ for sizes, casts in (
 ):
     add(ops.quantize_grouped, square, sizes, casts)
 add(ops.quantize_grouped, square, [4, 4], [cast, cast], [t(16), t(8)])
+for rows, ends, casts in (
+    (square, [0, 4, 8], [cast]),
+    (t(8, 24), [0, 4, 8], [cast, cast]),
+    (square, [0, 4, 8], [Cast(Format(E4M3, "mxfp8"), rowwise=True, columnwise=False)] * 2),
+):
+    add(ops.quantize_rows, rows, t(of=ends, dtype=I32), casts)
 add(ops.quantize_many, [square, t(8, 32)], [cast, cast])
 add(ops.quantize_many, [square, square], [cast, cast], outs=[ops.quantize(CPU, square, cast)])
 add(ops.amax_many, [square, t(1, dtype=E4M3)])

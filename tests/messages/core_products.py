@@ -14,7 +14,7 @@ from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
 from te_core.layers.attention_fp8 import AttentionFp8Spec
 from te_core.ops.attention_terms import Terms
 from te_core.ops.gemm import gemm
-from te_core.quantized import Format
+from te_core.quantized import Cast, Format
 from te_core.recipe import DelayedScaling
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
@@ -139,6 +139,24 @@ for change in (
     {"sizes": None, "offsets": t(2, dtype=I32)},
 ):
     ROWS.add(grouped, **change)
+
+
+def rows_by_offsets(**change: Any) -> None:
+    """FP8 rows in groups whose sizes are on the device."""
+    offsets, form = t(of=[0, 32, 112], dtype=I32), Format(E4M3)
+    both = Cast(form, rowwise=True, columnwise=True)
+    x, w = ops.quantize_rows(CPU, t(112, 64, dtype=BF16), offsets, [both] * 2), ops.quantize(CPU, t(48, 64), both)
+    given: dict[str, Any] = {"b": [w, w], "out": t(112, 48, dtype=BF16), "offsets": offsets, "trans_b": True, **change}
+    ops.gemm_grouped(CPU, x, given.pop("b"), given.pop("out"), **given)
+
+
+for change in (
+    {"offsets": None, "sizes": (32, 80)},
+    {"b": [t(48, 64, dtype=BF16)] * 2},
+    {"out": t(112, 32, dtype=BF16)},
+    {"bias": [None, t(48, dtype=F16)]},
+):
+    ROWS.add(rows_by_offsets, **change)
 ROWS["grouped(offsets from 1 on)"] = lambda: grouped(sizes=None, offsets=t(of=[1, 32, 32, 37, 112], dtype=I32))
 
 # --------------------------------------------------------------------------------------------------- attention
