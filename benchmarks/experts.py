@@ -164,7 +164,10 @@ def blocks() -> Iterator[dict[str, Any]]:
     for tokens, hidden, inside, experts, top in BLOCKS:
         shape = tokens, hidden, inside, experts, top
         rows = 18e-6 * tokens * top * hidden * inside
-        ways = [("torch, compiled", "bf16"), *[(name, r) for r in RECIPES for name in ("parts", "MoELayer")]]
+        ways = [
+            ("torch, compiled", "bf16"),
+            *[(name, r) for r in RECIPES for name in ("parts", "MoELayer", "MoELayer, graphed")],
+        ]
         for name, recipe in ways:
             torch.manual_seed(0)
             block: nn.Module
@@ -176,6 +179,10 @@ def blocks() -> Iterator[dict[str, Any]]:
             else:
                 options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cuda"}
                 call = block = te.MoELayer(hidden, inside, experts, top, bias=False, **options)
+                if name == "MoELayer, graphed":
+                    rule = RECIPES[recipe] and RECIPES[recipe]()
+                    sample = (torch.randn(tokens, hidden, **BF16).requires_grad_(),)
+                    call = te.make_graphed_callables(block, sample, enabled=rule is not None, recipe=rule)
             wall, busy = _stepped(call, block, RECIPES[recipe], tokens, hidden)
             found = {"case": name, "recipe": recipe, "shape": shape, "wall us": wall, "gpu us": busy}
             yield found | {"TFLOP/s": rows / wall}

@@ -538,7 +538,8 @@ def _saved_otherwise() -> contextlib.AbstractContextManager[Any]:
 
 _ATTENTION = {"DotProductAttention": "it has no parameters"}
 _FUSED = {"LayerNormMLP fused": "a parameter's gradient is waited for, or its main_grad does not come along"}
-_GRAPHS = {**_ATTENTION, "GroupedLinear": "a graph takes tensors, and m_splits are numbers"}
+_GRAPHS: dict[Any, str] = {**_ATTENTION, "GroupedLinear": "a graph takes tensors, and m_splits are numbers"}
+_GRAPHS |= {("MoELayer", kind): "its products read sizes on the host" for kind in ("f32", "mxfp8", "nvfp4")}
 _RESIDUAL = dict.fromkeys(
     ("TransformerLayer", "TransformerLayer with dropout", "Decoder"),
     "a compiler sees the residual's addition by itself, which rounds once more",

@@ -57,6 +57,13 @@ def checked_sizes(count: int, rows: int, m_splits: Sequence[int] | torch.Tensor)
         if exporting.on:
             raise not_exported("m_splits in a tensor", "a list of numbers, which are part of the file", "pass a list")
         if m_splits.device.type not in ("cpu", "meta"):
+            if torch.cuda.is_current_stream_capturing():
+                raise ArgumentError(
+                    "GroupedLinear.forward",
+                    "sizes on the GPU in a CUDA graph, for products that read them on the host",
+                    "bfloat16 and float16, plain or with delayed, current or block scaling, on Hopper",
+                    "choose one of these, or pass a list of numbers, which the graph keeps",
+                )
             for tell in on_host_copy:
                 tell()
     sizes = splits_of("GroupedLinear.forward", m_splits)

@@ -15,7 +15,7 @@ import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.tape import taped
 from tests import recipes
-from tests.backends import on_devices
+from tests.backends import capability, on_devices, requires_cuda
 from tests.covering import covering
 from tests.recordings import tapes
 from tests.tolerances import DB, snr_db
@@ -189,6 +189,30 @@ def test_new_routings_are_replayed(device: str) -> None:
                 recorded = taped.COUNTS.recorded
         assert taped.COUNTS.recorded == recorded and not ran.interpreted
     assert te.GroupedLinear.host_copies == before
+
+
+@requires_cuda
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+def test_a_captured_layer_takes_new_routings(recipe: str | None) -> None:
+    """As the eager layer, with tokens that go to other experts than those of the capture."""
+    if capability() != (9, 0):
+        pytest.skip("hardware: groups in one launch are Hopper's")
+    of = layer("cuda", torch.bfloat16, aux_loss_coeff=0.1)
+    other, rule = copy.deepcopy(of), recipes.rule(recipe)
+    sample = values(64, HIDDEN, device="cuda", dtype=torch.bfloat16, seed=9).requires_grad_()
+    with recipes.region(recipe):
+        call = te.make_graphed_callables(other, (sample,), enabled=rule is not None, recipe=rule)
+    for i in range(3):
+        found = []
+        for run, module in ((of, of), (call, other)):
+            x = (4 * values(64, HIDDEN, device="cuda", dtype=torch.bfloat16, seed=i)).requires_grad_()
+            with recipes.region(recipe):
+                y = run(x)
+            y.square().mean().backward()
+            found.append([y.detach().clone(), x.grad, *[p.grad.clone() for p in module.parameters()]])
+            module.zero_grad(set_to_none=False)
+        for got, wanted in zip(*found, strict=True):
+            assert torch.equal(got, wanted)
 
 
 @on_devices
