@@ -107,9 +107,9 @@ class SplitParameters(LayerModule):
             return bias
         if not self.use_bias:
             return None
-        parts = [self._tensor(name) for name in self._part_names["bias"]]
-        bias = parts[0] if "" in self._parts else _joined(parts)
-        return bias if bias.dtype == dtype else bias.to(dtype)
+        # Each part by itself, as a plan converts them (`Plan._made`): torch.cat would make a wider dtype of two.
+        parts = [self._tensor(name).to(dtype) for name in self._part_names["bias"]]
+        return parts[0] if "" in self._parts else _joined(parts)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

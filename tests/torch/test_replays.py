@@ -340,6 +340,26 @@ def test_a_quantized_weight_of_another_dtype(used: Used) -> None:
         module(x)
 
 
+def test_parts_of_a_bias_in_two_dtypes(used: Used) -> None:
+    """They are converted as in an interpreted call, each by itself: not-a-number keeps its bits, which a conversion to
+    float32 and back would change."""
+    module = te.Linear(HIDDEN, 32, parameters_split=("a", "b"), params_dtype=torch.bfloat16, device="cpu")
+    module.b_bias.data = module.b_bias.data.to(torch.float16)
+
+    def program() -> Any:
+        found = []
+        for _ in range(3):
+            module.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = module(drawn(ROWS, HIDDEN, dtype=torch.bfloat16))
+            y.backward(torch.full_like(y, float("nan")))
+            found.append([y, module.a_bias.grad, module.b_bias.grad])
+        return found
+
+    same(program)
+    assert used.forward
+
+
 @pytest.mark.parametrize("wrong", [drawn(ROWS, HIDDEN, dtype=torch.bfloat16), drawn(ROWS, 2 * HIDDEN)])
 def test_a_wrong_input_quantizes_no_weight(wrong: torch.Tensor) -> None:
     def program() -> Any:
