@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which experts a token goes to, with which probabilities, and the auxiliary loss.
 
 The documented functions over the layers of `te_core.layers.router`. Nothing here waits for the device but a first look
-at the bounds of a histogram. The CUDA kernels have not run on hardware yet.
+at the bounds of a histogram.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
 //
 // A block has 32 columns of a part of the rows. The last block adds up what all have found, in the order of the blocks:
 // the order of all additions depends on the shape alone.
-// Not run on hardware yet (2026-11-30): compiled for five architectures, and launched on a fake driver.
 //
 // options: -default-device
 // compile-check: DTYPE=float WEIGHT=i64 TOTAL=i64

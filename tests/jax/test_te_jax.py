@@ -543,3 +543,30 @@ def test_one_program_has_all_sizes_of_groups(dtype: Any) -> None:
     if dtype is jnp.float32:
         bare = te.grouped_dense(given[0], given[1], np.array([9, 0, 15]))
         np.testing.assert_allclose(bare, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=lambda r: type(r).__name__)
+def test_groups_in_fp8(recipe: Any) -> None:
+    """One program for all sizes; each group as a dense product of its rows in the same recipe."""
+    dy = drawn(40, 64, seed=3).astype(jnp.bfloat16)
+    x, kernel = (a.astype(jnp.bfloat16) for a in (drawn(40, 32), drawn(3, 32, 64, seed=1)))
+
+    @jax.jit
+    def run(x: Any, kernel: Any, sizes: Any) -> Any:
+        y, back = jax.vjp(lambda x, kernel: te.grouped_dense(x, kernel, sizes, recipe=recipe), x, kernel)
+        return y, *back(dy)
+
+    for sizes in ([9, 0, 31], [40, 0, 0], [3, 4, 5]):
+        y, dx, dkernel = (np.asarray(a, "f") for a in run(x, kernel, jnp.array(sizes)))
+        ends = [0, *np.cumsum(sizes).tolist()]
+        for e, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+            if start == stop:
+                assert not dkernel[e].any()
+                continue
+            alone, back = jax.vjp(lambda a, b: te.dense(a, b, recipe=recipe), x[start:stop], kernel[e])
+            found = y[start:stop], dx[start:stop], dkernel[e]
+            for got, exact in zip(found, (alone, *back(dy[start:stop])), strict=True):
+                wanted = np.asarray(exact, "f")
+                assert np.abs(got - wanted).max() <= (2.0**-6 if ON_GPU else 0) * np.abs(wanted).max()
+        assert not y[ends[-1] :].any() and not dx[ends[-1] :].any()
+    assert run._cache_size() == 1

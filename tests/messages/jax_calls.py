@@ -100,6 +100,7 @@ for rows, kernel, sizes, options in (
     (jnp.zeros((12, 8)), K3, jnp.zeros(3, int), {"bias": jnp.zeros(4)}),
     (jnp.zeros((12, 8)), K3, jnp.zeros(3, int), {"contracting_dims": ((1,), (2,))}),
     (jnp.zeros((12, 8)), K3, jnp.zeros(3, int), {"recipe": DELAYED}),
+    (jnp.zeros((12, 8)), K3, jnp.zeros(3, int), {"recipe": Float8CurrentScaling()}),
 ):
     ROWS.add(te.grouped_dense, rows, kernel, sizes, **options)
 ROWS.each(te.MeshResource, pp_resource=("x",), cp_resource=("x",), ep_resource=("x",), dp_resource=(3,))

@@ -36,7 +36,7 @@ grouped_dense.kernel: Weights [groups, in, out].
 group_sizes: Rows of each group, integers [groups].
 grouped_dense.contracting_dims: ((1,), (1,)), the only one allowed.
 grouped_dense.bias: Addends [groups, out]. None adds none.
-grouped_dense.recipe: None, the only one allowed: groups are multiplied in high precision.
+grouped_dense.recipe: Current or block scaling; None multiplies in high precision.
 logits: Scores [batch, heads, queries, keys].
 fused_topk_with_score_function.logits: Logits [tokens, experts].
 topk: Number of experts of each token.

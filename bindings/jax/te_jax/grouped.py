@@ -11,9 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_core import dtypes
+from te_core.calls import precision_of
 from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.grouped_linear import GroupedSpec
+from te_core.layers.product import LinearSpec, Needs
 from te_core.ops import raw as ops
+from te_core.precision import Operand, Precision
+from te_core.quantize.state import INPUT, WEIGHT, forward_cast
 from te_core.recipe import Recipe
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -35,11 +40,12 @@ def grouped_dense(
     """x_i @ kernel[i] + bias[i] for each group i of rows: x [rows, in], kernel [groups, in, out], bias [groups, out].
 
     The rows are sorted by group, and `group_sizes` may be computed under jax.jit. Rows behind the last group become
-    zeros. On a GPU: bfloat16 or float16 on Hopper, in and out multiples of 8.
+    zeros. `recipe`: current or block scaling, with a scale for each group or block. On a GPU: bfloat16 or float16 on
+    Hopper, in and out multiples of 8, with a recipe of 16.
 
     Raises:
         ArgumentError: Shapes or types do not fit.
-        UnsupportedError: A recipe is named, or a GPU does not read sizes.
+        UnsupportedError: A recipe of another kind is named, or a GPU does not read sizes.
 
     Example:
         import jax.numpy as jnp
@@ -50,9 +56,12 @@ def grouped_dense(
     """
     op = "grouped_dense"
     x, kernel, sizes = jnp.asarray(x), jnp.asarray(kernel), jnp.asarray(group_sizes)
-    if chosen(recipe) is not None:
-        do = "pass recipe=None inside of a region, or call te_core.functional.grouped_linear outside of jax.jit"
-        raise UnsupportedError(op, f"recipe={type(chosen(recipe)).__name__}", "groups in high precision", do)
+    precision = precision_of(op, chosen(recipe))
+    spec = GroupedSpec((LinearSpec(dtypes.bfloat16, precision, Needs(True, True, False)),))
+    if not spec.by_offsets or (precision is not None and precision.history is not None):
+        do = "choose one of these, or call te_core.functional.grouped_linear outside of jax.jit"
+        allowed = "None, Float8CurrentScaling or Float8BlockScaling without backward_override and check_finite"
+        raise UnsupportedError(op, f"recipe={type(chosen(recipe)).__name__}", allowed, do)
     pairs = zip(contracting_dims, (x, kernel), strict=True)
     if [[d % max(a.ndim, 1) for d in dims] for dims, a in pairs] != [[1], [1]]:
         raise ArgumentError(op, f"contracting_dims={contracting_dims}", "((1,), (1,))", "transpose x or the kernel")
@@ -70,33 +79,39 @@ def grouped_dense(
     given = [x, sizes.astype(jnp.int32), kernel.astype(x.dtype)]
     given += [] if bias is None else [jnp.asarray(bias, x.dtype)]
     arrays = tuple(Array(tuple(a.shape), dtypes.dtype(np.dtype(a.dtype))) for a in given)
-    return _product(the_one(_Groups(arrays)), *alike(given))
+    if precision is not None and (kernel.shape[1] % 16 or kernel.shape[2] % 16):
+        raise ArgumentError(op, f"kernel {list(kernel.shape)}", "in and out that are multiples of 16", "pad the kernel")
+    return _product(the_one(_Groups(arrays, precision)), *alike(given))
 
 
 class _Groups:
     """The work of one call: on x, sizes, kernels, and biases if there are any."""
 
-    def __init__(self, arrays: tuple[Array, ...]) -> None:
-        self.arrays = arrays
+    def __init__(self, arrays: tuple[Array, ...], precision: Precision | None) -> None:
+        self.arrays, self.precision = arrays, precision
+        self._key = arrays, None if precision is None else precision.serial
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Groups) and other.arrays == self.arrays
+        return isinstance(other, _Groups) and other._key == self._key
 
     def __hash__(self) -> int:
-        return hash(self.arrays)
+        return hash(self._key)
 
     def settle(self) -> None:
         """Make what multiplies."""
         x, sizes, kernel, *_ = self.arrays
         dy = x._replace(shape=(x.shape[0], kernel.shape[2]))
-        self.forward = _work("forward", _forward, self.arrays)
-        self.of_x = _work("gradient of x", _of_x, (dy, sizes, kernel))
-        self.of_kernel = _work("gradient of the kernel", _of_kernel, (dy, sizes, x))
-        self.of_bias = _work("gradient of the bias", _of_bias, (dy, sizes))
+        self.forward = self._work("forward", _forward, self.arrays)
+        self.of_x = self._work("gradient of x", _of_x, (dy, sizes, kernel))
+        self.of_kernel = self._work("gradient of the kernel", _of_kernel, (dy, sizes, x))
+        self.of_bias = self._work("gradient of the bias", _of_bias, (dy, sizes))
 
+    def _work(self, name: str, function: Any, arrays: Sequence[Array]) -> Work:
+        def run(rt: Runtime, *tensors: Tensor) -> Tensor:
+            made: Tensor = function(rt, self.precision, *tensors)
+            return made
 
-def _work(name: str, function: Any, arrays: Sequence[Array]) -> Work:
-    return Work(f"grouped_dense {name}", function, arrays, lambda rt, tensors: (tuple(tensors), {}), "")
+        return Work(f"grouped_dense {name}", run, arrays, lambda rt, tensors: (tuple(tensors), {}), str(self.precision))
 
 
 def _offsets(rt: Runtime, sizes: Tensor, rows: int) -> Tensor:
@@ -108,26 +123,60 @@ def _each(t: Tensor) -> list[Tensor]:
     return [t.rows(i, i + 1).reshape(*t.shape[1:]) for i in range(t.shape[0])]
 
 
-def _forward(rt: Runtime, x: Tensor, sizes: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+def _rows(rt: Runtime, t: Tensor, ends: Tensor, rule: Operand | None, columnwise: bool) -> Any:
+    """Rows of all groups as a product reads them."""
+    if rule is None:
+        return t
+    cast = forward_cast(rule, None, 0, INPUT, rowwise=not columnwise, columnwise=columnwise)
+    return ops.quantize_rows(rt, t, ends, [cast] * (ends.shape[0] - 1))
+
+
+def _kernels(rt: Runtime, kernel: Tensor, rule: Operand | None, columnwise: bool) -> Sequence[Any]:
+    """The groups' matrices as a product reads them."""
+    each = _each(kernel)
+    if rule is None:
+        return each
+    cast = forward_cast(rule, None, 0, WEIGHT, rowwise=not columnwise, columnwise=columnwise)
+    return ops.quantize_many(rt, each, [cast] * len(each))
+
+
+def _told(
+    precision: Precision | None, gemm: str
+) -> tuple[Operand | None, Operand | None, Operand | None, dict[str, Any]]:
+    """(the rules of x, of the kernel and of dy, what a product is told)."""
+    if precision is None:
+        return None, None, None, {}
+    return precision.input, precision.weight, precision.grad, precision.of_product(gemm)
+
+
+def _forward(
+    rt: Runtime, precision: Precision | None, x: Tensor, sizes: Tensor, kernel: Tensor, bias: Tensor | None = None
+) -> Tensor:
     y = rt.zeros((x.shape[0], kernel.shape[2]), x.dtype)
+    (of_x, of_kernel, _, told), ends = _told(precision, "fprop"), _offsets(rt, sizes, x.shape[0])
     biases = None if bias is None else _each(bias)
-    ops.gemm_grouped(rt, x, _each(kernel), y, _offsets(rt, sizes, x.shape[0]), bias=biases)
+    rows, kernels = _rows(rt, x, ends, of_x, False), _kernels(rt, kernel, of_kernel, True)
+    ops.gemm_grouped(rt, rows, kernels, y, ends, bias=biases, **told)
     return y
 
 
-def _of_x(rt: Runtime, dy: Tensor, sizes: Tensor, kernel: Tensor) -> Tensor:
+def _of_x(rt: Runtime, precision: Precision | None, dy: Tensor, sizes: Tensor, kernel: Tensor) -> Tensor:
     dx = rt.zeros((dy.shape[0], kernel.shape[1]), dy.dtype)
-    ops.gemm_grouped(rt, dy, _each(kernel), dx, _offsets(rt, sizes, dy.shape[0]), trans_b=True)
+    (_, of_kernel, of_dy, told), ends = _told(precision, "dgrad"), _offsets(rt, sizes, dy.shape[0])
+    rows, kernels = _rows(rt, dy, ends, of_dy, False), _kernels(rt, kernel, of_kernel, False)
+    ops.gemm_grouped(rt, rows, kernels, dx, ends, trans_b=True, **told)
     return dx
 
 
-def _of_kernel(rt: Runtime, dy: Tensor, sizes: Tensor, x: Tensor) -> Tensor:
+def _of_kernel(rt: Runtime, precision: Precision | None, dy: Tensor, sizes: Tensor, x: Tensor) -> Tensor:
     found = rt.empty((sizes.shape[0], x.shape[1], dy.shape[1]), x.dtype)
-    ops.gemm_grouped(rt, x, dy, _each(found), _offsets(rt, sizes, x.shape[0]), trans_a=True)
+    (of_x, _, of_dy, told), ends = _told(precision, "wgrad"), _offsets(rt, sizes, x.shape[0])
+    rows, others = _rows(rt, x, ends, of_x, True), _rows(rt, dy, ends, of_dy, True)
+    ops.gemm_grouped(rt, rows, others, _each(found), ends, trans_a=True, **told)
     return found
 
 
-def _of_bias(rt: Runtime, dy: Tensor, sizes: Tensor) -> Tensor:
+def _of_bias(rt: Runtime, precision: Precision | None, dy: Tensor, sizes: Tensor) -> Tensor:
     found = rt.empty((sizes.shape[0], dy.shape[1]), dy.dtype)
     ops.group_sums(rt, dy, _offsets(rt, sizes, dy.shape[0]), _each(found))
     return found

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts on JAX arrays. The CUDA kernels have not run on hardware yet."""
+"""The router of a mixture of experts on JAX arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router on CUDA: one launch of router.cu or router_loss.cu for each operation. Not run on hardware yet."""
+"""The router on CUDA: one launch of router.cu or router_loss.cu for each operation."""
 
 from __future__ import annotations
 
