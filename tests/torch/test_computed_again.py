@@ -318,7 +318,7 @@ def test_each_copy_is_made_where_it_is_read(kind: str, monkeypatch: pytest.Monke
 
         return call
 
-    for name in ("quantize", "quantize_grouped"):
+    for name in ("quantize", "quantize_rows"):
         monkeypatch.setattr(raw, name, noted(name))
     own, x = make(kind, "cpu", save_original_input=True), batch("cpu")
     stepped(own, x, region("current"))

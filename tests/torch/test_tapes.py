@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
+from te_core.recipe import CustomRecipe, DelayedScaling
 from te_core.tape import taped
 from tests.backends import on_devices
 from tests.covering import covering
@@ -259,17 +259,18 @@ def test_shapes_alone() -> None:
     assert not ran.replayed and set(ran.interpreted) == {taped.SHAPES} and not taped.tapes()
 
 
-@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
-def test_groups(recipe: Any) -> None:
+@pytest.mark.parametrize("name", [None, "current", "mxfp8"])
+def test_groups(name: str | None) -> None:
     def program() -> Any:
         module = te.GroupedLinear(2, HIDDEN, 48, device="cpu")
         x = drawn(ROWS, HIDDEN).requires_grad_()
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
+        with region(name):
             y = module(x, [10, 6])
         y.sum().backward()
         return y, x.grad
 
-    same(program, *["sizes of groups that the host knows"] * (recipe is not None), replays=recipe is None)
+    on_host = name == "mxfp8"
+    same(program, *["sizes of groups that the host knows"] * on_host, replays=not on_host)
 
 
 def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
