@@ -145,11 +145,11 @@ def test_parameters_split(split: Any, rows: dict[str, int], kind: str, recipe: s
             for n, piece in zip(rows, getattr(whole, what).split(list(rows.values())), strict=True):
                 getattr(parts, f"{n}_{what}").copy_(piece)
     x = values(32, WIDTH, device=device, seed=1)
-    for _ in range(2):
+    for _ in range(2):  # by the module's own Python, then by a plan
         got, wanted = step(parts, x, recipe), step(whole, x, recipe)
-    for what in ("weight", "bias"):
-        got[what] = torch.cat([got.pop(f"{n}_{what}") for n in rows])
-    assert not differences(got, wanted)
+        for what in ("weight", "bias"):
+            got[what] = torch.cat([got.pop(f"{n}_{what}") for n in rows])
+        assert not differences(got, wanted)
     without = getattr(te, kind)(WIDTH, 96, parameters_split=split, bias=False, device=device)
     assert all(getattr(without, f"{n}_bias").numel() == 0 for n in rows)
     assert not any("bias" in n and "norm" not in n for n, _ in without.named_parameters())
