@@ -97,6 +97,10 @@ BENCHMARKS = {
         ("measure", "measure_quantized"),
         columns=("case", "ms", "torch ms", "TB/s", "of_copy", "host us", "target", "ok"), on_cpu=True,
     ),
+    "chains": Benchmark(
+        columns=("case", "recipe", "host us", "of_module host", "gpu us", "of_module"), ratio="of_module",
+        reference="GPU time of forward and backward, 1 = LayerNormMLP in the same process",
+    ),
     "experts": Benchmark(
         columns=("case", "scaling", "recipe", "shape", "us", "torch_us", "of_torch", "of_dense", "wall us", "gpu us",
                  "TFLOP/s", "target", "ok"),

