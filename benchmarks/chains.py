@@ -16,18 +16,11 @@ from torch import nn
 
 import te_torch as te
 from benchmarks import harness
-from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from benchmarks.experts import BF16, RECIPES
 from te_torch import ops
 
-BF16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 #: Rows, hidden, inside, steps that are timed.
 FEW, MANY = (128, 256, 1024, 60), (8192, 4096, 16384, 10)
-RECIPES: dict[str, Any] = {
-    "bf16": None,
-    "delayed": DelayedScaling,
-    "current": Float8CurrentScaling,
-    "block": Float8BlockScaling,
-}
 TURNS = 2
 
 

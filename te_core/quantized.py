@@ -272,10 +272,6 @@ class QuantizedRows(NamedTuple):
     columnwise_scale: Tensor | None
     block: Tensor
 
-    def drop_rows(self) -> QuantizedRows:
-        """The same without the rowwise copy."""
-        return self._replace(rowwise=None, rowwise_scale=None)
-
 
 def columns_of(rows: int, groups: int) -> int:
     """The columns of a transposed copy of so many rows, whatever the sizes of the groups are."""

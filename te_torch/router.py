@@ -37,7 +37,7 @@ class RoutingMapFormat(IntEnum):
     BITMAP_U8 = 1
 
 
-#: The numbers and names of formats, which a traced program can look through as it cannot look through an enum.
+#: The numbers and names of formats. Dynamo of torch 2.11 cannot loop over an enum.
 _FORMATS = [(int(one), one.name.lower()) for one in RoutingMapFormat]
 
 

@@ -401,7 +401,7 @@ def _backward_on_device(
             matrices = _kept_weights(rt, ws, weights, spec)
         dx = splits.dx if splits.dx is not None else rt.empty((*leading, weights[0].shape[1]), first.dtype)
         ops.gemm_grouped(rt, g, matrices, dx.matrix(), offsets, **_of_product(spec, "dgrad"))
-        g = g if spec.plain else g.drop_rows()
+        g = g if spec.plain else g._replace(rowwise=None, rowwise_scale=None)  # backward is where memory peaks
     dbs = [product.bias_gradient(rt, w) for product, w in zip(each, weights, strict=True)]
     ops.group_sums(rt, dy, offsets, dbs)
     rules = _of_product(spec, "wgrad")

@@ -1,8 +1,8 @@
 """`GroupedLinear`: a linear for each group of rows, the experts of a mixture-of-experts layer.
 
-Splits given as a list, or as a tensor on the CPU, never wait for the GPU. In bfloat16 and float16 on Hopper products
-read sizes on the device: a tensor on the GPU stays there, and new sizes lead to no new recording. Elsewhere the host
-has to know them: a tensor on the GPU costs one copy in each forward, counted in `GroupedLinear.host_copies`.
+Splits in a list never wait for the GPU. On Hopper products read sizes on the device, in bfloat16 and float16, plain or
+with delayed, current or block scaling: a tensor on the GPU stays there, and new sizes lead to no new recording.
+Elsewhere a tensor on the GPU costs a copy to the host in each forward, counted in `GroupedLinear.host_copies`.
 """
 
 from __future__ import annotations
