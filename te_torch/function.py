@@ -361,22 +361,28 @@ class _Eager(torch.autograd.Function):
 def _reached(ctx: Any, all_nodes: frozenset[int], of_inputs: Sequence[frozenset[int]]) -> tuple[int, ...] | None:
     """Which nodes of a graph this backward is asked for: autograd.grad and backward(inputs=...) name tensors. None is
     all."""
-    if not ctx.next_functions:  # it is no node of autograd's: what is around it asks for all
+    functions = ctx.next_functions  # torch makes them at each read
+    if not functions:  # it is no node of autograd's: what is around it asks for all
+        return None
+    needed = ctx.needs_input_grad[1:]
+    if needed[0] and len(of_inputs[0]) == len(all_nodes) and _runs(functions[0][0]):  # so ends nearly every call
         return None
     found: frozenset[int] = frozenset()
-    functions = iter([node for node, _ in ctx.next_functions if node is not None])
-    for nodes, needs in zip(of_inputs, ctx.needs_input_grad[1:], strict=True):
-        if not needs:
-            continue
-        try:
-            runs = _will_run(next(functions))
-        except RuntimeError:  # so torch answers of a leaf that autograd.grad is asked for, and outside of its engine
-            runs = True
-        if runs:
+    asked = iter([node for node, _ in functions if node is not None])
+    for nodes, needs in zip(of_inputs, needed, strict=True):
+        if needs and _runs(next(asked)):
             found |= nodes
             if found == all_nodes:
                 return None
     return tuple(sorted(found))
+
+
+def _runs(node: Any) -> bool:
+    """Whether the backward that runs comes to this node of autograd's."""
+    try:
+        return _will_run(node)
+    except RuntimeError:  # so torch answers of a leaf that autograd.grad is asked for, and outside of its engine
+        return True
 
 
 def _on_boundary(t: Any, whole: bool) -> Any:
