@@ -210,7 +210,7 @@ def nonfinite_report(model: torch.nn.Module, reset: bool = False) -> NonfiniteRe
 
 def _tensors(module: Any, counts: Counted) -> Iterator[tuple[tuple[int, ...], tuple[str, str]]]:
     """(Place within a round, (gemm, tensor)) of each counter."""
-    names = [name.removesuffix("_weight") for name in module._weight_names()]
+    names = [name.removesuffix("_weight") for name in module._gemm_names()]
     for backward, slots in ((False, _FORWARD), (True, _BACKWARD)):
         for i in range(module.gemms * len(slots)):
             gemm, slot = divmod(i, len(slots))

@@ -64,7 +64,7 @@ def randomise(module: torch.nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for i, p in enumerate(module.parameters()):
             noise = values(*p.shape, device=str(p.device), seed=1000 * seed + i)
-            if p.ndim == 2:
+            if p.ndim > 1:
                 p.copy_(0.2 * noise)
             else:
                 p.add_(0.3 * noise)

@@ -1,8 +1,9 @@
 // The delayed-scaling step of many modules in one launch (te_core.ops.quantize.update_scales states the rule).
 //
 // The table of states is a kernel parameter: nothing is copied to the device before, and a captured graph holds its
-// own. One block a state, a team of 128 threads a column of its history [rows, columns]. A team takes 1024 rows at a
-// time with all loads in flight, and reads them before it overwrites any: latency is the whole cost of this kernel.
+// own. A team of 128 threads takes a column of a state's history [rows, columns], a block four; each state has as many
+// blocks as the widest one wants (experts have hundreds of columns). A team takes 1024 rows at a time with all loads in
+// flight, and reads them before it overwrites any: latency is the whole cost of this kernel.
 // CAPACITY entries of 40 bytes: 100 fit the 4 KB of every device, 800 the 32,764 bytes of CUDA 12.1 and later.
 //
 // -D CAPACITY=…  HISTORY_MAX=0|1 (amax of the whole history, or the most recent)
@@ -16,7 +17,7 @@ struct State {
     float* used;     // [columns]: receives the scale from before
     int columns, rows;
     float limit;  // the format's maximum * 2^-margin
-    int unused;
+    int blocks;  // of each state of the launch
 };
 struct Table {
     State state[CAPACITY];
@@ -26,9 +27,10 @@ constexpr int TEAM = 128, TEAMS = 4, IN_FLIGHT = 8;
 
 extern "C" __global__ void __launch_bounds__(TEAM * TEAMS) scale_update(const __grid_constant__ Table table) {
     __shared__ float tops[TEAMS][TEAM / 32];
-    const State& s = table.state[blockIdx.x];
+    const int blocks = table.state[0].blocks;
+    const State& s = table.state[blockIdx.x / blocks];
     const int team = threadIdx.x / TEAM, place = threadIdx.x % TEAM;
-    for (int first = 0; first < s.columns; first += TEAMS) {
+    for (int first = blockIdx.x % blocks * TEAMS; first < s.columns; first += blocks * TEAMS) {
         const int c = first + team;
         const bool mine = c < s.columns;
         float* column = s.history + (mine ? c : 0);

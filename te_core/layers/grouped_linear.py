@@ -359,6 +359,74 @@ def backward(
     return dx, *dws, *dbs
 
 
+def forward_of_stack(
+    rt: Runtime, x: Tensor, weight: Tensor, *rest: Value | None, spec: GroupedSpec, splits: Groups, **options: Any
+) -> tuple[tuple[Tensor], GroupedSaved]:
+    """`forward` with the weights of all groups in one tensor [groups, N, K], which stands for them in `saved`."""
+    n, weights = len(spec.parts), _of_stack(weight)
+    result, saved = forward(rt, x, *weights, *rest, spec=spec, splits=splits, **options)
+    xs, own = saved[1 : 1 + n], saved[1 + n]
+    # A matrix of the stack is saved as the stack: autograd knows whole tensors.
+    ws = tuple([weight if t is w else t for t, w in zip(saved[1 + 2 * n :], weights, strict=True)])
+    if _on_device(spec, splits, weights):  # which keeps one x, and mostly one block of weights
+        xs, ws = xs[:1], ws if any(ws[1:]) else ws[:1]
+    return result, GroupedSaved(saved[0], *xs, None if own is None else weight, *ws)
+
+
+def backward_of_stack(
+    rt: Runtime,
+    dy: Value,
+    saved: GroupedSaved,
+    *,
+    spec: GroupedSpec,
+    splits: Groups,
+    scales: Scales | None = None,
+    inspectors: Sequence[Inspector | None] | None = None,
+    sinks: Sequence[Sink | None] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """(dx, one dweight [groups, N, K], a dbias for each group)."""
+    n = len(spec.parts)
+    known = 1 if _on_device(spec, splits, ()) else n
+    weight, ws = saved[1 + known], saved[2 + known :]
+    if weight is None or len(weight.shape) != 3:
+        got, allowed = f"{weight!r} as the saved weight", "the tensor that forward saved"
+        raise ArgumentError("layer backward", got, allowed, "pass its `saved`")
+    none = (None,) * n
+    weights = _of_stack(weight)
+    ws = tuple(
+        [w if t is not None and t.ndim == 3 else t for t, w in zip((*ws, *none[len(ws) :]), weights, strict=True)]
+    )
+    full = GroupedSaved(*saved[: 1 + known], *none[known:], *weights, *ws)
+    sink, dw, each, later = sinks[0] if sinks else None, None, None, list[Any]()
+    if spec.parts[0].needs.weight:
+        queue = None if sink is None or sink.queue is None else later
+        main = None if sink is None else sink.main
+        dw = main if main is not None else rt.empty(weight.shape, gradient_dtype(spec.parts[0], weight))
+        adds = main is not None and sink.accumulate  # type: ignore[union-attr]
+        each = [Sink(part, adds, queue) for part in _of_stack(dw)]
+        dw = dw if main is None else None
+    options: Any = {"scales": scales, "inspectors": inspectors, "sinks": each}
+    dx, *others = backward(rt, dy, full, spec=spec, splits=splits, **options)
+    if later:
+
+        def run(rt: Runtime) -> Tensor | None:
+            for product in later:
+                product(rt)
+            return dw
+
+        sink.queue.append(run)  # type: ignore[union-attr]
+    return dx, None if later else dw, *others[n:]
+
+
+def _of_stack(stack: Tensor) -> tuple[Tensor, ...]:
+    """The matrices of a tensor [groups, N, K]."""
+    groups, *shape = stack.shape
+    step = stack.nbytes // max(1, groups)
+    return tuple(
+        [Tensor(stack.ptr + i * step, (*shape,), stack.dtype, stack.device, stack.owner) for i in range(groups)]
+    )
+
+
 def _on_device(spec: GroupedSpec, splits: Groups, weights: Sequence[Value | None]) -> bool:
     """Whether products read the sizes on the device."""
     return splits.known is None and (
@@ -406,22 +474,27 @@ def _backward_on_device(
     ops.group_sums(rt, dy, offsets, dbs)
     rules = _of_product(spec, "wgrad")
     dws: list[Tensor | None] = [None] * len(each)
-    together: dict[tuple[bool, DType], list[Tensor | None]] = {}
+    together: dict[tuple[int, bool, DType], tuple[list[Any] | None, list[Tensor | None]]] = {}
     for i, (product, w) in enumerate(zip(each, weights, strict=True)):
         sink = product.sink
         if not product.spec.needs.weight:
             continue
-        main, dtype = None if sink is None else sink.main, gradient_dtype(product.spec, w)
-        if main is None and (sink is None or sink.queue is None):
+        main, queue, dtype = None, None, gradient_dtype(product.spec, w)
+        if sink is not None:
+            main, queue = sink.main, sink.queue
+        if main is None and queue is not None:
+            queue.append(partial(_one_weight, dy=g, x=x, offsets=offsets, at=(i, len(each)), rules=rules, like=w))
+            continue
+        if main is None:
             main = dws[i] = rt.empty(w.shape, dtype if dtype is first.dtype else dtypes.float32)
-        if sink is not None and sink.queue is not None:
-            later = partial(_one_weight, dy=g, x=x, offsets=offsets, at=(i, len(each)), rules=rules, like=w, sink=sink)
-            sink.queue.append(later)
-        elif main is not None:
-            key = sink is not None and sink.accumulate, main.dtype
-            together.setdefault(key, [None] * len(each))[i] = main
-    for (accumulate, _), outs in together.items():
-        ops.gemm_grouped(rt, g, x, outs, offsets, trans_a=True, accumulate=accumulate, **rules)
+        key = id(queue), sink is not None and sink.accumulate, main.dtype
+        together.setdefault(key, (queue, [None] * len(each)))[1][i] = main
+    for (_, accumulate, _), (queue, outs) in together.items():
+        options: Any = {"trans_a": True, "accumulate": accumulate, **rules}
+        if queue is None:
+            ops.gemm_grouped(rt, g, x, outs, offsets, **options)
+        else:
+            queue.append(partial(ops.gemm_grouped, a=g, b=x, out=outs, offsets=offsets, **options))
     return dx, *dws, *dbs
 
 
@@ -436,22 +509,13 @@ def _kept_weights(rt: Runtime, ws: Sequence[Tensor | None], weights: Sequence[Va
 
 
 def _one_weight(
-    rt: Runtime,
-    *,
-    dy: Any,
-    x: Any,
-    offsets: Tensor,
-    at: tuple[int, int],
-    rules: dict[str, Any],
-    like: Value,
-    sink: Sink,
-) -> Tensor | None:
+    rt: Runtime, *, dy: Any, x: Any, offsets: Tensor, at: tuple[int, int], rules: dict[str, Any], like: Value
+) -> Tensor:
     """The gradient of one group's weight, when its queue comes to it."""
     outs: list[Tensor | None] = [None] * at[1]
-    outs[at[0]] = rt.empty(like.shape, like.dtype) if sink.main is None else sink.main
-    adds = sink.main is not None and sink.accumulate
-    ops.gemm_grouped(rt, dy, x, outs, offsets, trans_a=True, accumulate=adds, **rules)
-    return outs[at[0]] if sink.main is None else None
+    dw = outs[at[0]] = rt.empty(like.shape, like.dtype)
+    ops.gemm_grouped(rt, dy, x, outs, offsets, trans_a=True, **rules)
+    return dw
 
 
 def _check_groups(spec: GroupedSpec, splits: Groups, x: Value) -> None:

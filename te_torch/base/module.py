@@ -255,7 +255,7 @@ class BaseModule(TensorParallel, CallingModule):
 
     def _initialise(self, name: str) -> None:
         parameter = self._parameters[name]
-        fork = self._fork if parameter is not None and parameter.ndim == 2 else None
+        fork = self._fork if parameter is not None and parameter.ndim > 1 else None
         with torch.no_grad(), nullcontext() if fork is None else fork():
             drawn(self._initialisers[name], parameter)
 
@@ -366,7 +366,7 @@ class BaseModule(TensorParallel, CallingModule):
         """The roles of a GEMM's input, weight, output gradient, output and input gradient, for a custom recipe."""
         name = self.name
         if self.gemms > 1:
-            name += f".{self._weight_names()[gemm].removesuffix('_weight')}"
+            name += f".{self._gemm_names()[gemm].removesuffix('_weight')}"
         inp, weight, grad = (QuantizerRole(self.module_type, t, name) for t in ("input", "weight", "grad_output"))
         out = self.output_quantizer_role if gemm == self.gemms - 1 else None
         return inp, weight, grad, out, self.grad_input_quantizer_role if gemm == 0 else None
@@ -432,6 +432,10 @@ class BaseModule(TensorParallel, CallingModule):
     def _weight_names(self) -> tuple[str, ...]:
         """The GEMM weights, in the order of the layer's inputs."""
         return ("weight",)
+
+    def _gemm_names(self) -> tuple[str, ...]:
+        """What the GEMMs are called by: their weights, also those that are parts of one parameter."""
+        return self._weight_names()
 
     def _accumulate(self, fuse: bool, delay: bool) -> None:
         """Take over the constructor's options of weight gradients."""

@@ -68,11 +68,13 @@ ub_name: Name of the weight in the configuration of `initialize_ub`: "qkv" or "f
 GroupedLinear.ub_name: Accepted; grouped products do not overlap.
 symmetric_ar_type: How the output of a row-parallel weight is summed up in symmetric memory: "one_shot" or
     "two_shot" ("multimem_all_reduce" is refused). None uses the group's own all-reduce.
-single_grouped_weight: True warns and changes nothing: there is a parameter for each group. With
-    NVTE_GROUPED_LINEAR_SINGLE_PARAM=1 it is refused.
-single_grouped_bias: The same of the biases.
+single_grouped_weight: Whether the weights of all groups are one parameter `weight` [groups, out, in]. Needs
+    NVTE_GROUPED_LINEAR_SINGLE_PARAM=1; else it warns and changes nothing. Checkpoints of either load into the other.
+single_grouped_bias: The same of the biases: `bias` [groups, out].
 use_grouped_tensor: True warns and changes nothing. None is what NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM
     says.
+MoELayer.single_grouped_weight: Whether the weights of all experts are one parameter: torch's engine and optimizers
+    take a while for each.
 MoELayer.bias: Whether the products of experts have additive biases, which begin at 0.
 MoELayer.ffn_hidden_size: Size between the two products of an expert; a gated activation reads twice as many columns.
 MoELayer.expert_bias: Whether each expert has an addend of the scores by which experts are chosen, which

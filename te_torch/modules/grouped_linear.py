@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -25,7 +26,7 @@ from te_core.tensor import dense_strides
 from te_torch.base.checkpoint_state import WithExtraState
 from te_torch.base.module import BaseModule, normal_init
 from te_torch.base.options import check_options
-from te_torch.base.quantized_init import check_recipe_fits
+from te_torch.base.quantized_init import check_recipe_fits, initialising
 from te_torch.base.weights import Gradients
 from te_torch.calls import families, named
 from te_torch.doors import either, never_traced
@@ -41,6 +42,8 @@ from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, check_input, default_device, to_core, to_core_shape
 
+_SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
+
 
 def _layer(num_gemms: int) -> Layer:
     name = f"grouped_linear_{num_gemms}"
@@ -51,12 +54,21 @@ def _layer(num_gemms: int) -> Layer:
         core.GroupedSaved,
         weights=tuple(range(1, 1 + num_gemms)),
         linears=lambda spec: spec.parts,
-        copies=lambda saved: saved[3::3],
+        copies=lambda saved: saved[1 + 2 * num_gemms :],
         plain=layers.grouped_linear,
     )
 
 
-families["grouped_linear"] = _layer
+def _layer_of_stack(num_gemms: int) -> Layer:
+    """The same with one weight [num_gemms, out_features, in_features]."""
+    name = f"grouped_stack_{num_gemms}"
+    return named(name) or Layer(
+        name, core.forward_of_stack, core.backward_of_stack, core.GroupedSaved, weights=(1,),
+        linears=lambda spec: spec.parts,
+    )  # fmt: skip
+
+
+families["grouped_linear"], families["grouped_stack"] = _layer, _layer_of_stack
 
 
 class GroupedLinear(BaseModule):
@@ -75,6 +87,8 @@ class GroupedLinear(BaseModule):
 
     #: Forwards that had to copy their splits from a GPU, over all modules.
     host_copies = 0
+    #: Whether `single_grouped_weight` is on without being asked for.
+    _one_weight = False
 
     def __init__(
         self,
@@ -108,7 +122,10 @@ class GroupedLinear(BaseModule):
         _check_options(options)
         super().__init__(name)
         self.num_gemms = self.gemms = num_gemms
-        self.wgrad_store = Gradients(num_gemms)
+        asked = env.switch(_SINGLE)
+        self.single_grouped_weight = self._one_weight or bool(asked and single_grouped_weight)
+        self.single_grouped_bias = bool(asked and single_grouped_bias and bias)
+        self.wgrad_store = Gradients(1 if self.single_grouped_weight else num_gemms)
         self._spread_over(tp_size, tp_group, sequence_parallel)
         if self.tp_size > 1 and bias:
             raise ArgumentError(
@@ -116,26 +133,56 @@ class GroupedLinear(BaseModule):
             )
         self._take_shape(in_features, out_features, parallel_mode)
         self.use_bias, self.return_bias = bias, return_bias
-        self.single_grouped_weight = self.single_grouped_bias = False
         self.save_original_input = bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._names, self._bias_names = (tuple(f"{kind}{i}" for i in range(num_gemms)) for kind in ("weight", "bias"))
         place = {"dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()}
+        shape, init = (self.out_features, self.in_features), init_method or normal_init
+        if self.single_grouped_weight:
+            if initialising():
+                do = "leave single_grouped_weight out, or construct the module outside"
+                raise UnsupportedError("GroupedLinear", "single_grouped_weight inside quantized_model_init",
+                                       "a weight for each group there", do)  # fmt: skip
+            self._add_parameter("weight", (num_gemms, *shape), partial(_each_part, init), **place)
+        if self.single_grouped_bias:
+            self._add_parameter("bias", (num_gemms, self.out_features), torch.nn.init.zeros_, **place)
         for i in range(num_gemms):
-            self._add_parameter(
-                f"weight{i}", (self.out_features, self.in_features), init_method or normal_init, **place
-            )
-            self._add_bias(f"bias{i}", self.out_features, bias, **place)
-        self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self._names)
+            if not self.single_grouped_weight:
+                self._add_parameter(f"weight{i}", shape, init, **place)
+            if not self.single_grouped_bias:
+                self._add_bias(f"bias{i}", self.out_features, bias, **place)
+        weights = self._weight_names()
+        biases = ("bias",) if self.single_grouped_bias else self._bias_names
+        # The dimension of the groups comes first.
+        self._mark_parallel(int(self.single_grouped_weight) + (self.parallel_mode == "row"), *weights)
         if bias and self.parallel_mode == "column":
-            self._mark_parallel(0, *self._bias_names)
+            self._mark_parallel(int(self.single_grouped_bias), *biases)
         elif self.parallel_mode == "row":
-            self._mark_sequence(*self._bias_names)
+            self._mark_sequence(*biases)
         self._quantize_parameters()
         self._accumulate(fuse_wgrad_accumulation, delay_wgrad_compute)
 
     def _weight_names(self) -> tuple[str, ...]:
+        return ("weight",) if self.single_grouped_weight else self._names
+
+    def _gemm_names(self) -> tuple[str, ...]:
         return self._names
+
+    def _parts_of(self, name: str) -> list[torch.Tensor]:
+        if not self.single_grouped_weight:
+            return super()._parts_of(name)
+        return [self._tensor("weight").detach()[self._names.index(name)]]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """As every module's; what is one parameter here may be one for each group there, and the other way round."""
+        for kind, names in (("weight", self._names), ("bias", self._bias_names)):
+            whole, parts = f"{prefix}{kind}", [prefix + name for name in names]
+            if kind in self._parameters:
+                if whole not in state_dict and all(part in state_dict for part in parts):
+                    state_dict[whole] = torch.stack([state_dict.pop(part) for part in parts])
+            elif whole in state_dict:
+                state_dict.update(zip(parts, state_dict.pop(whole).unbind(), strict=False))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         """As every module's; of this one asked for by itself, `["_extra_state"]` is its state, packed as documented."""
@@ -170,9 +217,15 @@ class GroupedLinear(BaseModule):
             given = checked_sizes(self.num_gemms, rows_of(inp), m_splits)
         inp, precision, state, recompute = self._enter(inp)
         dtype, grad = inp.dtype, torch.is_grad_enabled()
-        weights = [self._weight(name, dtype, precision, i) for i, name in enumerate(self._names)]
+        stacked = self.single_grouped_weight and not either(False, True)
+        if self.single_grouped_weight:
+            whole = self._weight("weight", dtype, precision)
+            weights = [whole] if stacked else [*whole.unbind()]
+        else:
+            weights = [self._weight(name, dtype, precision, i) for i, name in enumerate(self._names)]
         if self.use_bias:
-            found = [getattr(self, name) for name in self._bias_names]
+            one = self.single_grouped_bias
+            found = self._tensor("bias").unbind() if one else [getattr(self, n) for n in self._bias_names]
             biases = [b if b.dtype == dtype else b.to(dtype) for b in found]
         else:
             biases = [empty_bias(inp)] * self.num_gemms
@@ -185,9 +238,14 @@ class GroupedLinear(BaseModule):
             tuple([grad and b is not None and b.requires_grad for b in added]),
             None if self.inspector is None else self._watched(precision),
             weights[0].dtype if self._primary else None,
+            stacked,
         )
-        names = self._with_extra(self._names, is_first_microbatch)
-        extra = self._extra(names, weights, precision, state, recompute, is_first_microbatch) if names else None
+        names, extra = self._with_extra(self._names, is_first_microbatch), None
+        if names:
+            each = weights[0].detach().unbind() if stacked else weights
+            extra = self._extra(names, each, precision, state, recompute, is_first_microbatch)
+            if stacked and isinstance(extra, Extra):
+                extra.parameters = [self._tensor("weight")]
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         call = self._find_call(key)
         if tracing:
@@ -219,10 +277,11 @@ class GroupedLinear(BaseModule):
         return groups._replace(out=y, dx=dx)
 
     def _facts(self) -> tuple[Any, ...]:
-        return *super()._facts(), self.save_original_input
+        return *super()._facts(), self.save_original_input, self.single_grouped_weight
 
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        before, weights, biases, _, weight_dtype = key
+        before, weights, biases, _, weight_dtype, stacked = key
+        weights = weights * self.num_gemms if stacked else weights
         rules = [self._precision(precision, gemm) if precision else None for gemm in range(self.num_gemms)]
         check_recipe_fits(self, rules[0])
         kind = None if weight_dtype is None else TO_CORE[weight_dtype]
@@ -239,11 +298,19 @@ class GroupedLinear(BaseModule):
         asked = Asked({"num_gemms": self.num_gemms}, TO_CORE[dtype], products=products)
         spec = LAYERS["grouped_linear"].spec(asked)
         needed = before or any(weights) or any(biases)
-        return register(_layer(self.num_gemms), spec, needed, self._inspectors())
+        layer = (_layer_of_stack if stacked else _layer)(self.num_gemms)
+        return register(layer, spec, needed, self._inspectors())
 
     def _options(self) -> dict[str, Any]:
         sizes = {name: getattr(self, name) for name in ("num_gemms", "in_features", "out_features")}
-        return {**sizes, "bias": self.use_bias, "return_bias": self.return_bias}
+        single = {k: True for k in ("single_grouped_weight", "single_grouped_bias") if getattr(self, k)}
+        return {**sizes, "bias": self.use_bias, "return_bias": self.return_bias, **single}
+
+
+def _each_part(init: Callable[[torch.Tensor], Any], stack: torch.Tensor) -> None:
+    """Draw one matrix after the other, as they are drawn where each is a parameter."""
+    for part in stack:
+        init(part)
 
 
 def _count_copy() -> None:
@@ -324,13 +391,8 @@ def _check_options(options: dict[str, Any]) -> None:
             stacklevel=3,
         )
     for name in ("single_grouped_weight", "single_grouped_bias"):
-        if not options[name]:
-            continue
-        if env.switch("NVTE_GROUPED_LINEAR_SINGLE_PARAM"):
-            raise UnsupportedError(
-                op, f"{name}=True", f"{name}=False in this release", "leave it out: a parameter for each group"
-            )
-        warnings.warn(f"{op}: {name} needs NVTE_GROUPED_LINEAR_SINGLE_PARAM=1 and is disabled", stacklevel=3)
+        if options[name] and not env.switch(_SINGLE):
+            warnings.warn(f"{op}: {name} needs {_SINGLE}=1 and is disabled", stacklevel=3)
 
 
 __all__ = ["GroupedLinear"]

@@ -82,7 +82,8 @@ def groups_of(
 ) -> core.Groups:
     """The groups of a call: on the device where its products read them there, else known to the host.
 
-    `weight`: one of them all. Numbers of the host are part of a captured graph, as they are of a program.
+    `weight`: one of them all, or all in one tensor. Numbers of the host are part of a captured graph, as they are of a
+    program.
     """
     count, rows, counts = len(call.spec.parts), rows_of(x), None
     if isinstance(m_splits, torch.Tensor) and m_splits.is_cuda:
@@ -90,7 +91,7 @@ def groups_of(
     spec = call.spec
     able = not x.is_meta and spec.by_offsets and not (spec.plain and isinstance(weight, QuantizedTorch))
     if able and (counts is not None or not (x.is_cuda and torch.cuda.is_current_stream_capturing())):
-        rt, (n, k) = runtime_for(x), weight.shape
+        rt, (n, k) = runtime_for(x), weight.shape[-2:]
         if takes_offsets(rt, spec.dtype, n, k, count, spec.formats):
             offsets = torch.empty(count + 1, dtype=torch.int32, device=x.device)
             if counts is not None:

@@ -6,8 +6,7 @@ norm, linear, activation, linear, becomes `LayerNormLinear` or `LayerNormMLP`; n
 go on working. A layer is swapped only if the new one computes the same formula; anything attached to it that would be
 lost keeps it.
 
-Blocks of experts of Hugging Face's models become `MoELayer` (te_torch/tools/foreign_experts.py), whose parameters are
-new ones in the old memory: make the optimizer afterwards.
+Blocks of experts of Hugging Face's models become `MoELayer` (te_torch/tools/foreign_experts.py).
 
 Inside `quantized_model_init` the weights of matrix products become quantized tensors, which are new parameters: make
 the optimizer afterwards. Weights that are tied to one another stay tied; one that a layer shares with something that
@@ -174,10 +173,11 @@ def convert(
     if not dry_run:
         # All are built before the first is swapped: a constructor that refuses leaves the model as it was.
         new: dict[int, nn.Module] = {}
+        holds = initialising()
         with quantized_model_init(enabled=False):  # the weights are taken over as they are
             for _, _, old, swap, name in swaps.places:
                 if id(old) not in new:  # a shared module stays shared
-                    new[id(old)] = _build(swap, old, name)
+                    new[id(old)] = _build(swap, old, name, holds)
         for module in new.values():
             _quantize(module, held)
         for parent, key, old, _, _ in swaps.places:
@@ -311,10 +311,10 @@ def _was(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _build(swap: _Swap, old: nn.Module, name: str) -> nn.Module:
+def _build(swap: _Swap, old: nn.Module, name: str, holds: bool) -> nn.Module:
     """The new module around the old one's parameters; nothing is allocated for it."""
     if swap.experts is not None:
-        return as_moe_layer(old, swap.experts, name)
+        return as_moe_layer(old, swap.experts, name, holds)
     some = next(p for _, p in swap.parameters.values())
     norm = swap.kind in _NORMS.values()
     options = {"dtype": some.dtype} if norm else {"params_dtype": some.dtype, "name": name}

@@ -1,7 +1,8 @@
 """Experts of Hugging Face's models (transformers 5) as a MoELayer: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3.
 
 Their router stays in its place, so that who records its logits (`output_router_logits`) goes on doing so; the choice
-and all behind it are ours. Their weights of all experts are one tensor: each expert's parameter is a view of it.
+and all behind it are ours. Their weights of all experts are one parameter, and stay it; what is held quantized is a
+parameter of each expert.
 """
 
 from __future__ import annotations
@@ -81,16 +82,21 @@ _KINDS = {
 }
 
 
-def as_moe_layer(block: Any, known: ForeignExperts, name: str) -> MoELayer:
-    """The layer around the parameters of the block."""
+def as_moe_layer(block: Any, known: ForeignExperts, name: str, holds: bool) -> MoELayer:
+    """The layer around the parameters of the block, which it `holds` quantized afterwards or does not."""
     stacks = {"fc1": block.experts.gate_up_proj, "fc2": block.experts.down_proj}
     some = stacks["fc1"]
-    layer = MoELayer(**known.options, params_dtype=some.dtype, device="meta", name=name)
+    options: dict[str, Any] = {"single_grouped_weight": not holds, "params_dtype": some.dtype, "device": "meta"}
+    layer = MoELayer(**known.options, **options, name=name)
     layer.router, layer._bias_name = block.gate, known.bias
     for part, stack in stacks.items():
         linear = getattr(layer, part)
-        for i, weight in enumerate(stack.detach().unbind()):
-            linear._parameters[f"weight{i}"] = nn.Parameter(weight, requires_grad=stack.requires_grad)
+        if linear.single_grouped_weight:
+            linear._parameters["weight"] = stack
+        else:
+            for i, weight in enumerate(stack.detach().unbind()):
+                linear._parameters[f"weight{i}"] = nn.Parameter(weight, requires_grad=stack.requires_grad)
+        for i in range(linear.num_gemms):
             linear.__dict__[f"bias{i}"] = some.new_empty(0).detach()
     if known.shared:
         layer.shared_experts = getattr(block, known.shared)

@@ -20,6 +20,7 @@ from te_core.ops.activation import GATED, KINDS
 from te_core.spelling import choice_error
 from te_torch.base.module import materialised, normal_init
 from te_torch.base.options import check_options
+from te_torch.base.quantized_init import initialising
 from te_torch.base.sharding import MarkedModule, Shardable
 from te_torch.calls import made_of_constants
 from te_torch.doors import door
@@ -106,6 +107,12 @@ class Router(MarkedModule):
             return F.linear(x.float(), self.weight.float())
 
 
+class Experts(GroupedLinear):
+    """A linear of each expert. Their weights are one parameter: torch's engine and optimizers take a while for each."""
+
+    _one_weight = True
+
+
 class SharedExperts(torch.nn.Module):
     """act(x w1^T + b1) w2^T + b2 of every token."""
 
@@ -167,7 +174,9 @@ class MoELayer(Shardable):
     training the auxiliary loss keeps the experts in use: `aux_loss_coeff` says how strongly. It is part of the
     gradients without being added to a loss, times the attribute `aux_loss_scale` (a number or a tensor: the factor of
     the other loss, as 1 / microbatches or that of a GradScaler); with `return_aux_loss` it is returned and nothing
-    else. Parameters: `router.weight`, `fc1.weight0` ..., `fc2.weight0` ..., and `shared_experts.*`, `shared_gate.*`.
+    else. Parameters: `router.weight`, `fc1.weight` and `fc2.weight` [experts, out, in], and `shared_experts.*`,
+    `shared_gate.*`. With single_grouped_weight=False, and in `quantized_model_init`, whose weights are matrices, each
+    expert has parameters of its own: `fc1.weight0` ..., `fc2.weight0` ... Checkpoints of either load into the other.
 
     Raises:
         ArgumentError: An argument has a value that is not allowed, or `topk` and the groups do not fit the experts.
@@ -201,6 +210,7 @@ class MoELayer(Shardable):
         output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         fuse_wgrad_accumulation: bool = False,
+        single_grouped_weight: bool = True,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
@@ -230,8 +240,9 @@ class MoELayer(Shardable):
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
         }
         wide = ffn_hidden_size * (2 if activation in GATED else 1)
+        kind = Experts if single_grouped_weight and not initialising() else GroupedLinear
         self.fc1, self.fc2 = (
-            GroupedLinear(num_experts, *sizes, init_method=init, name=f"{self.name}.{part}", **options)
+            kind(num_experts, *sizes, init_method=init, name=f"{self.name}.{part}", **options)
             for part, sizes, init in (
                 ("fc1", (hidden_size, wide), first),
                 ("fc2", (ffn_hidden_size, hidden_size), last),
@@ -248,14 +259,6 @@ class MoELayer(Shardable):
         self._notes: RouterNotes | None = None
         #: Of each expert since the bias was last updated. No buffer: DistributedDataParallel copies these over ranks.
         self._load = torch.zeros(num_experts, dtype=torch.int64, device=place["device"])
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """As every module's; weights of all experts may come in one tensor, `fc1.weight` and `fc2.weight`."""
-        for part in ("fc1", "fc2"):
-            whole = state_dict.pop(f"{prefix}{part}.weight", None)
-            if whole is not None:
-                state_dict.update({f"{prefix}{part}.weight{i}": weight for i, weight in enumerate(whole)})
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """out [*, hidden_size], or (out, auxiliary loss) with `return_aux_loss`; in evaluation the loss is 0."""

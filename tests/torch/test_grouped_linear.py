@@ -20,6 +20,7 @@ from te_core.recipe import (
 )
 from te_torch.base.quantized_init import quantized_model_init
 from te_torch.quantized import QuantizedTorch
+from tests import recipes
 from tests.backends import on_devices, requires_cuda
 from tests.covering import covering
 from tests.world import randomise, values
@@ -34,7 +35,7 @@ RECIPES: dict[str, Any] = {
     "high_precision": Float8CurrentScaling(backward_override="high_precision"),
     "dequantized": Float8BlockScaling(backward_override="dequantized"),
 }
-recipes = pytest.mark.parametrize("name", RECIPES)
+each_recipe = pytest.mark.parametrize("name", RECIPES)
 #: GEMMs of slices see the same addresses as alone (modulo 256 bytes), so that cuBLASLt chooses alike.
 K, N, GROUPS = 128, 256, 4
 #: Odd sizes and an empty group; one group has all; all but one row.
@@ -170,7 +171,7 @@ def test_formula(bias: bool, device: str) -> None:
 
 
 @on_devices
-@recipes
+@each_recipe
 def test_accumulation_into_main_grad(name: str, device: str) -> None:
     """Three microbatches: the same main_grad as of separate modules; the first overwrites, an empty group's too."""
     module = grouped(device, fuse_wgrad_accumulation=True)
@@ -288,7 +289,7 @@ def test_splits(device: str) -> None:
 
 
 @requires_cuda
-@recipes
+@each_recipe
 def test_a_list_never_waits(name: str) -> None:
     module = grouped("cuda")
     for seed, splits in enumerate(SPLITS):  # kernels are loaded, plans made
@@ -419,8 +420,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
             module = make(**{option: True})
         assert "weight0" in dict(module.named_parameters())
         monkeypatch.setenv(variable, "1")
-        with pytest.raises(RuntimeError, match=option):
-            make(**{option: True})
+        with quantized_model_init(recipe=RECIPES["current"]), pytest.raises(RuntimeError, match="quantized_model"):
+            make(single_grouped_weight=True)
         monkeypatch.delenv(variable)
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "0")
     with pytest.warns(FutureWarning):
@@ -434,3 +435,87 @@ def test_compiled_with_buffers_breaks_the_graph() -> None:
     compiled = torch.compile(lambda x: torch.relu(module(x * 2, [2, 4], out=out)), backend="eager")
     with torch.no_grad():
         assert torch.equal(compiled(x), torch.relu(module(x * 2, [2, 4])))
+
+
+SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
+HOW: dict[str, dict[str, Any]] = {
+    "plainly": {},
+    "main_grad": {"fuse_wgrad_accumulation": True},
+    "later": {"delay_wgrad_compute": True},
+    "later, main_grad": {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
+}
+
+
+@on_devices
+@covering(
+    rule=(None, "delayed", "current", "block", "mxfp8", "current high_precision", "block dequantized"),
+    how=HOW,
+    dtype=(torch.bfloat16, torch.float32),
+    biases=("none", "each", "one"),
+    turns=2,
+)
+def test_one_parameter_gives_what_parameters_of_groups_give(
+    rule: str | None, how: str, dtype: torch.dtype, biases: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    options = HOW[how] | {"bias": biases != "none", "params_dtype": dtype, "device": device}
+    several, one = (
+        te.GroupedLinear(
+            3, 64, 48, **options, single_grouped_weight=single, single_grouped_bias=single and biases == "one"
+        )
+        for single in (False, True)
+    )
+    assert sum(1 for _ in one.parameters()) == 1 + {"none": 0, "each": 3, "one": 1}[biases]
+    one.load_state_dict(several.state_dict())
+    for p in [*several.parameters(), *one.parameters()]:
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    sizes = [[32, 0, 64], [0, 96, 0], [32, 32, 32]]
+    for step, split in enumerate(sizes * 2):
+        x, dy = (values(96, n, device=device, dtype=dtype, seed=2 * step + n) for n in (64, 48))
+        found = []
+        for module in (several, one):
+            read = x.clone().requires_grad_()
+            with recipes.region(rule):
+                y = module(read, split, is_first_microbatch=None if step < 3 else step % 3 == 0)
+            y.backward(dy)
+            module.backward_dw()
+            found += [y, read.grad]
+        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    for kind in ("weight", "bias") if biases != "none" else ("weight",):
+        for of in ("main_grad",) if "main_grad" in how and kind == "weight" else ("grad",):
+            wanted = torch.stack([getattr(getattr(several, f"{kind}{i}"), of) for i in range(3)])
+            whole = [getattr(p, of) for name, p in one.named_parameters() if name.startswith(kind)]
+            assert torch.equal(whole[0] if len(whole) == 1 else torch.stack(whole), wanted) and wanted.any()
+
+
+def test_checkpoints_of_one_parameter_and_of_parameters_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    for kind in (te.GroupedLinear, te.ops.GroupedLinear):
+        one = kind(2, 16, 32, device="meta", single_grouped_weight=True, single_grouped_bias=True)
+        one.reset_parameters()
+        assert [tuple(p.shape) for p in one.parameters()] == [(2, 32, 16), (2, 32)] and one.weight[0].any()
+        with torch.no_grad():
+            one.bias.copy_(values(2, 32))
+        several = kind(2, 16, 32, device="cpu")
+        several.load_state_dict(one.state_dict())
+        assert torch.equal(several.weight1, one.weight[1]) and torch.equal(several.bias0, one.bias[0])
+        again = kind(2, 16, 32, device="cpu", single_grouped_weight=True)
+        again.load_state_dict(several.state_dict())
+        assert torch.equal(again.weight, one.weight) and torch.equal(again.bias1, one.bias[1])
+        with pytest.raises(RuntimeError, match="weight"):
+            several.load_state_dict({**one.state_dict(), "weight": one.weight[:1]})
+
+
+@pytest.mark.parametrize("rule", [None, "current"])
+def test_one_parameter_in_a_chain(rule: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    made = [te.ops.GroupedLinear(2, 32, 48, device="cpu", **single) for single in ({}, SINGLE)]
+    made[1].load_state_dict(made[0].state_dict())
+    x, dy, sizes = values(64, 32), values(64, 48), torch.tensor([32, 32])
+    for op in made:
+        with recipes.region(rule):
+            te.ops.Sequential(op)(x, sizes).backward(dy)
+    several, one = made
+    for kind in ("weight", "bias"):
+        wanted = torch.stack([getattr(several, f"{kind}{i}").grad for i in range(2)])
+        assert torch.equal(getattr(one, kind).grad, wanted) and wanted.any()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 #: Threads of a block of quantize.cu, activation.cu and elementwise.cu.
 THREADS = 128
-#: Threads of a block of scale_update.cu.
-UPDATE_THREADS = 512
+#: Threads of a block of scale_update.cu, and how many columns it takes at a time.
+UPDATE_THREADS, _UPDATE_COLUMNS = 512, 4
 #: Blocks of a multiprocessor in launches that leave a partial result for each block: enough to keep the memory
 #: busy, few enough that reading all partials again costs nothing.
 BLOCKS_PER_SM = 5
@@ -250,17 +250,17 @@ _STATE = struct.Struct("=QQQiifi")  # State of scale_update.cu
 _SMALL, _LARGE = 100, 800
 
 
-#: Of each launch: the kernel, how many states it updates, its table.
-UpdatePlan = tuple[tuple[Kernel, int, Any], ...]
+#: Of each launch: the kernel, how many states it updates, the blocks of each, its table.
+UpdatePlan = tuple[tuple[Kernel, int, int, Any], ...]
 
 
 def run_update(rt: Runtime, plan: UpdatePlan) -> None:
     """One launch for up to 800 states (100 before CUDA 12.1)."""
-    for kernel, count, table in plan:
+    for kernel, count, blocks, table in plan:
         places = None
         if rt.recorder is not None:
             places = [i * _STATE.size + at for i in range(count) for at in (0, 8, 16)]
-        kernel.by_value(rt, count, UPDATE_THREADS, table, 0, places)
+        kernel.by_value(rt, count * blocks, UPDATE_THREADS, table, 0, places)
 
 
 def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePlan:
@@ -272,8 +272,10 @@ def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePla
     for start in range(0, len(states), capacity):
         part = states[start : start + capacity]
         table = create_string_buffer(capacity * _STATE.size)
+        blocks = -(-max(s.history.shape[1] for s in part) // _UPDATE_COLUMNS)
         for i, s in enumerate(part):
             rows, columns = s.history.shape
-            _STATE.pack_into(table, i * _STATE.size, s.scale.ptr, s.history.ptr, s.used.ptr, columns, rows, s.limit, 0)
-        launches.append((kernel, len(part), table))
+            addresses = s.scale.ptr, s.history.ptr, s.used.ptr
+            _STATE.pack_into(table, i * _STATE.size, *addresses, columns, rows, s.limit, blocks)
+        launches.append((kernel, len(part), blocks, table))
     return tuple(launches)

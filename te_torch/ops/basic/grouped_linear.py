@@ -23,7 +23,6 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
     With `scale_bias` a second extra input has a number for each row, by which the row's bias is multiplied.
     """
 
-    weight0: Any
     gemms = 1  # until the module says how many
 
     def __init__(
@@ -48,12 +47,13 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
         self.num_extra_inputs = 1 + self.scale_bias
 
     _weight_names = modules.GroupedLinear._weight_names
+    _gemm_names = modules.GroupedLinear._gemm_names
     quantizer_roles = modules.GroupedLinear.quantizer_roles
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs=({},), **given):
         """The module's forward, whose node in autograd's graph backward runs by itself."""
         (ctx,), ((splits, *scales),), (given,) = basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs
-        x = dense(input_, amp_dtype(input_.device.type) or self.weight0.dtype)
+        x = dense(input_, amp_dtype(input_.device.type) or self._tensor(self._weight_names()[0]).dtype)
         x.requires_grad_(ctx.requires_grad and ctx.input_requires_grad)
         buffers = given.get("output"), given.get("grad_input")
         with torch.set_grad_enabled(ctx.requires_grad), outside_autocast(x):
@@ -75,7 +75,7 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
         (ctx,), n, ds = basic_op_ctxs, self.num_groups, None
         dy = dense(grad_output)
         found = ctx.edge.node.apply(dy)[1:]
-        names = [*self._names, *self._bias_names]
+        names = [*self._weight_names(), *self._bias_names]
         gradients = dict(zip(names, found[1:], strict=False))
         if self.scale_bias:
             scales, groups, *biases = ctx.saved_tensors
@@ -84,6 +84,8 @@ class GroupedLinear(BasicOperation, modules.GroupedLinear):  # type: ignore[misc
             gradients |= dict(zip(self._bias_names, sums.to(dy.dtype), strict=True))
             if ctx.scales_require_grad:
                 ds = (rows * torch.stack(biases)[groups].float()).sum(-1).to(scales.dtype).view(scales.shape)
+        if self.single_grouped_bias:
+            gradients["bias"] = torch.stack([gradients.pop(name) for name in self._bias_names])
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.edge = None  # with all that it kept
         parameters = [gradients[name] for name, _ in self.named_parameters()]

@@ -45,7 +45,7 @@ def gradients(block):
         stacks, router = (block.experts.gate_up_proj.grad, block.experts.down_proj.grad), block.gate
         shared = getattr(block, "shared_expert", getattr(block, "shared_experts", None))
     else:
-        stacks = [torch.stack([p.grad for p in part.parameters()]) for part in (block.fc1, block.fc2)]
+        stacks = [part.weight.grad for part in (block.fc1, block.fc2)]
         router, shared = block.router, block.shared_experts
     return [*stacks, router.weight.grad, *([] if shared is None else [p.grad for p in shared.parameters()])]
 
@@ -60,7 +60,9 @@ def step(block, x):
 for name, config in CONFIGS.items():
     theirs, ids = made(config), torch.randint(64, (2, 16), device=given.device)
     ours = copy.deepcopy(theirs)
+    before = {id(p) for p in ours.parameters()}
     report = te.convert(ours)
+    assert {id(p) for p in ours.parameters()} == before, "an optimizer made before goes on"
     assert sum(row.became == "MoELayer" for row in report.rows) == 2 - ("DeepSeek" in name), str(report)
     losses = []
     for model in (theirs, ours):
@@ -75,7 +77,7 @@ for name, config in CONFIGS.items():
     back = copy.deepcopy(theirs)
     back.load_state_dict(report.as_before(te.plain_state_dict(ours)))
     assert all(torch.equal(a, 2 * b) for a, b in zip(back.parameters(), theirs.parameters(), strict=True)), name
-    assert torch.equal(ours.model.layers[1].mlp.fc1.weight3, 2 * theirs.model.layers[1].mlp.experts.gate_up_proj[3])
+    assert torch.equal(ours.model.layers[1].mlp.fc1.weight[3], 2 * theirs.model.layers[1].mlp.experts.gate_up_proj[3])
 
     # In bfloat16 no further from float32 than twice what theirs is.
     block = copy.deepcopy(blocks[0]).bfloat16()
