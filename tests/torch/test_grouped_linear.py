@@ -495,11 +495,11 @@ def test_checkpoints_of_one_parameter_and_of_parameters_of_groups(monkeypatch: p
         one.reset_parameters()
         assert [tuple(p.shape) for p in one.parameters()] == [(2, 32, 16), (2, 32)] and one.weight[0].any()
         with torch.no_grad():
-            one.bias.copy_(values(2, 32))
-        several = kind(2, 16, 32, device="cpu")
+            one.bias.copy_(values(2, 32, device=str(one.bias.device)))
+        several = kind(2, 16, 32, device=one.weight.device)
         several.load_state_dict(one.state_dict())
         assert torch.equal(several.weight1, one.weight[1]) and torch.equal(several.bias0, one.bias[0])
-        again = kind(2, 16, 32, device="cpu", single_grouped_weight=True)
+        again = kind(2, 16, 32, device=one.weight.device, single_grouped_weight=True)
         again.load_state_dict(several.state_dict())
         assert torch.equal(again.weight, one.weight) and torch.equal(again.bias1, one.bias[1])
         with pytest.raises(RuntimeError, match="weight"):
