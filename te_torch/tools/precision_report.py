@@ -131,11 +131,11 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
 def _linears(module: BaseModule) -> Iterator[tuple[str, LinearSpec, torch.Tensor]]:
     """(suffix of the layer's name, spec, weight) of each GEMM triple of a module's last call."""
     last = module._last_call()
-    names = module._weight_names()
+    names, weights = module._gemm_names(), module._weight_names()
     specs = last.layer.linears(last.spec)
     for i, spec in enumerate(specs):
         part = f".{names[i].removesuffix('_weight')}" if len(specs) > 1 else ""
-        yield part, spec, getattr(module, names[i])
+        yield part, spec, getattr(module, weights[min(i, len(weights) - 1)])  # of a stack each is in the same one
 
 
 def _products(module: DotProductAttention, plan: Plan) -> list[GemmFacts]:

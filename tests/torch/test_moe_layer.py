@@ -302,3 +302,17 @@ def test_under_torch_autocast(device: str) -> None:
     assert y.dtype == torch.bfloat16
     near(logits, x.bfloat16().double() @ of.router.weight.double().T, torch.float32, "logits")
     near(y, reference(of, x.bfloat16().double(), {})[0], torch.bfloat16, "y")
+
+
+def test_reports_name_each_expert() -> None:
+    """Also where the weights of all are one parameter."""
+    reports = []
+    for single in (True, False):
+        of = te.MoELayer(HIDDEN, FFN, 3, TOP, single_grouped_weight=single, device="cpu", name="moe")
+        with recipes.region("current"):
+            of(values(16, HIDDEN))
+        rows = te.precision_report(of).rows
+        reports.append([(row.layer, row.facts) for row in rows])
+    assert reports[0] == reports[1] and {name for name, _ in reports[0]} == {
+        f"{part}.weight{i}" for part in ("fc1", "fc2") for i in range(3)
+    }
